@@ -27,7 +27,7 @@ def main(opts):
     world, task = run.world, find_task(opts)  # the loss, and what is shown
     model = split(build_model(opts, run.data), opts, world, run.data, task)
     net = model.net  # this rank's stages, so that the optimizer holds their weights alone
-    state = run.restore(net, build_optimizer(net, opts), sum(model.parameters_of), task=task,
+    state = run.restore(net, build_optimizer(net, opts), task=task,
                         stages=model)  # clipping and fp16 look at all stages
     with run.life(lambda: evaluate(model, run.data.test, state, world)):
         for line in describe(model):

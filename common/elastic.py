@@ -9,21 +9,19 @@
                 run.report(**run.evaluate(judge))       # judge(batch) -> {"acc": (sum, count)}
 
 Start it with torchrun, launch/local.sh or python; kill it, start it again with another number of processes.
-From another folder: `python CLONE/launch/torchrun.py ... mine.py`, also where that has a `common/` of its own;
-with plain torchrun `PYTHONSAFEPATH=1 PYTHONPATH=CLONE:. torchrun ... mine.py`. `if run.world.rank == 0:` lets one
-rank alone write a file of yours. A rank without samples gets a batch that counts
+From another folder: `python CLONE/launch/torchrun.py ... mine.py`, also where that has a `common/` of its
+own; with plain torchrun `PYTHONSAFEPATH=1 PYTHONPATH=CLONE:. torchrun ... mine.py`. `if run.world.rank == 0:`
+lets one rank alone write a file of yours. A rank without samples gets a batch that counts
 nothing, and so does a life that has only a report to make up for: a script needs no special case.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from common.data import Batch, map_tensors
@@ -31,18 +29,7 @@ from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
 from common.options import begin_life, read_arguments
 from common.run import Run
-from common.sampler import seed
-from common.training import (
-    autocast,
-    average,
-    check_used,
-    distribute,
-    evaluate,
-    find_task,
-    placed,
-    prepare,
-    task_of,
-)
+from common.training import Gradient, autocast, distribute, evaluate, find_task, prepare, task_of
 from common.world import gather
 
 TAKEN = (  # fields of Options that take effect here
@@ -80,7 +67,6 @@ class Elastic:
         self.sets = (dataset, dataset if test_set is None else test_set)
         self.schedule = schedule
         self.trained = False
-        self.last = True  # of the pieces of a batch
         self.kept = {}
         self.given = {
             "run_dir": run_dir,
@@ -140,15 +126,16 @@ class Elastic:
             self.net.train()  # others' loaders return a net in evaluation mode
         prepare(self.net, opts, self.world, self.run.data, find_task(opts))
         self.wrapped = distribute(self.net, opts, self.world)  # rank 0's weights: a script may not seed
-        self.sliced = opts.virtual_ranks > 0
         self.state = self.run.restore(self.net, self.optimizer, schedule=self.schedule)
         self.progress = self.state.progress
+        self.gradient = Gradient(self.wrapped, Batch([], 0), self.state, self.world)  # of no batch yet
         for group in self.state.groups:
             group["scale"] = float(group["lr"]) / (rate or 1.0)
         # a life died before it had reported
         self.report_due = self.progress.epoch_over and not self.progress.evaluated_now
         self.settings = self._settings()
-        self.modes = self._modes()  # at each epoch's start; an evaluation may leave others
+        # which parts of the net train, and which evaluate; an evaluation may leave others
+        self.modes = {module: module.training for module in self.net.modules()}
 
     def _check_arguments(self):
         for name in self.given:
@@ -164,12 +151,12 @@ class Elastic:
         self._end_step()  # of the batch at which a loop before was left
         while not self.progress.finished:
             self.run.order.set_epoch(self.progress.epoch, self.progress.position)
-            self._set_modes(self.modes)
+            self._set_modes()
             if self.report_due:
                 self.report_due = False
                 self.kept = {t: t.detach().clone() for t in (*self.net.parameters(), *self.net.buffers())}
                 try:
-                    yield from self._pieces(Batch([], [], 0))
+                    yield from self._pieces(Batch([], 0))
                 finally:  # also where the loop is left
                     self._put_back()
                     self.kept = {}
@@ -186,41 +173,15 @@ class Elastic:
 
         A rank without samples gets an example, which counts nothing.
         """
-        opts = self.state.opts
-        device = self.world.device
-        self.batch = batch
-        self.totals = torch.zeros(2, dtype=torch.float64, device=device)
-        slices = [self.world.rank] * len(batch.parts)
-        if self.sliced and batch.size:
-            self.wrapped.begin(self.state)
-            slices = self.wrapped.own
-        pieces = []
-        ids = iter(batch.ids)
-        for v, (count, part) in zip(slices, batch.parts, strict=True):
-            own = [*islice(ids, count)]
-            if part is not None:  # else all are skipped (bad_samples)
-                pieces.append((v, own, part))
-        if not pieces:
-            split = self.run.data.train
-            two = split.fetch(2 * [split.first])  # BatchNorm cannot train on one
-            pieces = [(self.world.rank, [], two)]
-        for i, (v, ids, part) in enumerate(pieces):
-            self.first = i == 0
-            self.last = i == len(pieces) - 1
+        gradient = self.gradient = Gradient(self.wrapped, batch, self.state, self.world)
+        # others are skipped (bad_samples)
+        readable = [(number, ids, samples) for number, ids, samples in gradient.parts if samples is not None]
+        gradient.parts = readable or [(self.world.rank, [], self.run.data.train.example())]
+        for samples in gradient.pieces():
             self.called = False  # run.model, with this piece
             self.trained = False  # run.step
-            if isinstance(self.wrapped, DistributedDataParallel):
-                self.wrapped.require_backward_grad_sync = self.last
-            if self.sliced:
-                self.slice = v
-                self.state.statistics.reset()
-            if self.sliced or self.first:
-                seed(opts.seed, "step", self.progress.step, v)  # dropout: never stored
-            part = placed(part, device, opts, own=self.sliced)
-            piece = Batch([(len(ids), part)], ids, batch.size)
-            self.piece = piece
-            yield piece
-            if batch.size and not (self.trained and self.piece is piece):
+            yield Batch([(gradient.ids, samples)], batch.size)
+            if batch.size and not (self.trained and self.gradient is gradient):
                 raise UserError(
                     "a batch was not trained on, or two loops over run take turns\n"
                     "call run.step(loss, count) for each batch, in one loop"
@@ -233,7 +194,7 @@ class Elastic:
         if not training:
             self._put_back()
         self.called |= training
-        model: Any = self.wrapped if training and not self.sliced else self.net
+        model: Any = self.gradient.net if training else self.net
         with autocast(self.state.opts, self.world.device):
             out = model(*inputs, **named)
         if self.state.opts.amp == "off":
@@ -242,9 +203,10 @@ class Elastic:
 
     def _end_step(self):
         """Once the loop has changed after the step what it wants to: ranks have the same buffers again."""
-        is_whole = self.trained and self.last  # the script may leave its loop between two pieces
+        batch = self.gradient.batch
+        is_whole = self.trained and self.gradient.is_last  # the script may leave its loop between two pieces
         if is_whole:
-            self.state.statistics.average(self.world, len(self.batch.ids) / self.batch.size)
+            self.state.statistics.average(self.world, len(batch.ids) / batch.size)
             self.state.wait_for_gpu()
             with self.state.changing():
                 self.state.statistics.commit()
@@ -260,43 +222,26 @@ class Elastic:
 
         Of a batch in pieces the last one updates.
         """
-        size = self.batch.size
+        gradient = self.gradient
         state = self.state
-        if not size:
+        if not gradient.batch.size:
             return state.statistics.reset()
         self._check_step()
         state.task.check_sum(loss)
-        samples = len(self.piece.ids)
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
-        totals = torch.stack([loss.detach().double(), counted]) * bool(samples)
+        totals = torch.stack([loss.detach().double(), counted])
+        counts = bool(gradient.ids)
         self.trained = True
-        if self.sliced:
-            tail = self.wrapped.measured(self.slice, samples / size, totals.to(self.wrapped.kind))
-            if samples:
-                self.wrapped.backward(self.slice, tail, state.scaler.scale(loss / size))
-        else:
-            self.totals += totals
-            mean = loss * (self.world.size / size * bool(samples))
-            state.scaler.scale(mean).backward()
-            if not samples:  # of an example nothing counts
-                state.statistics.reset()
-        if self.last:
-            self._update()
-
-    def _update(self):
-        """After the last backward of a global batch."""
-        state = self.state
-        if self.sliced:
-            totals = self.wrapped.finish(self.batch, state)
-        else:
-            totals = self.totals
-            check_used(self.wrapped, state)
-            average(state, totals, self.batch, self.world)
-        self.run.sum_up(totals)
-        self.run.agree()
-        state.update(self.batch.size)
-        self.settings = self._settings()
-        self.run.log_step(totals)
+        gradient.add(loss * counts, totals * counts)
+        if not counts:  # of an example nothing does
+            state.statistics.reset()
+        if gradient.is_last:
+            totals = gradient.finish()
+            self.run.sum_up(totals)
+            self.run.agree()
+            state.update(gradient.batch.size)
+            self.settings = self._settings()
+            self.run.log_step(totals)
 
     def _check_step(self):
         if self.trained:
@@ -313,7 +258,7 @@ class Elastic:
                     "for lr give Elastic(schedule=f), where f(step, steps in all) returns a factor; "
                     "for others train two runs"
                 )
-        if self.first and any(p.grad is not None for p in self.state.names):
+        if self.gradient.is_first and any(p.grad is not None for p in self.state.names):
             raise UserError(
                 "a weight has a gradient before run.step, which computes it\n"
                 "add up the losses, and give run.step their sum"
@@ -326,12 +271,9 @@ class Elastic:
             settings += [(name, value) for name, value in group.items() if name != "params"]
         return settings
 
-    def _modes(self):
-        """Which parts of the net train, and which evaluate."""
-        return {module: module.training for module in self.net.modules()}
-
-    def _set_modes(self, modes):
-        for module, training in modes.items():
+    def _set_modes(self):
+        """Those with which the run began."""
+        for module, training in self.modes.items():
             module.training = training
 
     @property
@@ -344,18 +286,17 @@ class Elastic:
 
         The ranks share the samples; each counts once, and no bit depends on the number of ranks.
         """
-        if not self.last:
+        if not self.gradient.is_last:
             raise UserError(
                 "run.evaluate between two pieces of a batch: another rank may have fewer\n"
                 "call it where run.epoch_ended, or once run.progress.step has grown"
             )
-        task = task_of(lambda net, part, state: judge(Batch([(1, part)], [], 0)), "judge")
+        task = task_of(lambda net, part, state: judge(Batch([([], part)], 0)), "judge")
         self._end_step()
-        modes = self._modes()
         try:
             return evaluate(self.net, self.run.data.test, self.state, self.world, task)
         finally:
-            self._set_modes(modes)
+            self._set_modes()
 
     def report(self, **metrics: float) -> None:
         """Logs an evaluation; the best one keeps its checkpoint. Where ranks differ, rank 0's counts.

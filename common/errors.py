@@ -136,6 +136,12 @@ def say(text: str, stream: TextIO | None = None) -> None:
     outlet.write(("\r\x1b[K" if outlet.terminal else "") + text + "\n")
 
 
+def warn(text: str, of_this_rank: bool = False) -> None:
+    """Prints a warning: once per machine, as all ranks have it, unless it is `of_this_rank` alone."""
+    if of_this_rank or here().speaks:
+        say("warning: " + text.replace("\n", "\n         "), sys.stderr)
+
+
 def ready_streams() -> None:
     """Opens closed ones: their numbers would go to files and sockets, and C code would print into these.
 

@@ -77,14 +77,11 @@ class Run:
             slices=opts.virtual_ranks,
         )
 
-    def restore(
-        self, net: nn.Module, optimizer: optim.Optimizer, parameters: int = 0, **more: Any
-    ) -> TrainState:
-        """The state to train on, of the newest checkpoint that verifies; `parameters` of all stages."""
+    def restore(self, net: nn.Module, optimizer: optim.Optimizer, **more: Any) -> TrainState:
+        """The state to train on, of the newest checkpoint that verifies; `more` is for TrainState."""
         wait_for_survivors()  # not later: their state and ours might be too much
         opts = self.opts
         world = self.world
-        self.parameters = parameters
         self.scheduled = more.get("schedule") or opts.lr_schedule != "constant"
         self.state = TrainState(net, optimizer, opts, len(self.data.train), **more)
         self.progress = self.state.progress
@@ -98,24 +95,25 @@ class Run:
     def life(self, evaluate: Callable[[], dict] | None = None) -> Iterator[None]:
         """From the opening lines to the clean end; without an error all is saved, and all ranks leave."""
         self.evaluate = evaluate
+        progress = self.progress
         self.log = Log(
             self.opts,
             self.world.rank,
-            self.progress.step,
-            self.progress.total_steps,
-            (self.progress.record, self.progress.evaluated),
+            progress.step,
+            progress.total_steps,
+            (progress.record, progress.evaluated),
         )
         self.rescue = Rescue(self.store, on_exit=[self.log.close, self.clock.write_down])
         with closing(self.log), self.rescue, blamed():
             self._open()
             yield
-            if evaluate and self.progress.evaluation_due:  # --eval-only, or stopped before the last one
+            if evaluate and progress.evaluation_due:  # --eval-only, or stopped before the last one
                 self.record(evaluate())
             self.store.save()  # a loop of one's own may be left at any step
             self.store.close()
             self.clock.write_down()
-            if self.progress.finished:
-                self.log.done(self.progress.step, self.progress.best)
+            if progress.finished:
+                self.log.done(progress.step, progress.best)
         leave(self.world)
 
     # ---- around each step ----
@@ -145,8 +143,7 @@ class Run:
 
     def cross_check(self, model: nn.Module) -> None:
         """All ranks vote on the bits of a slice (--cross-check), if it is time; a wrong one ends the run."""
-        every = self.opts.cross_check
-        if every and self.world.size > 1 and (self.progress.step + 1) % every == 0:
+        if self.opts.cross_check and model.checked is not None:
             self.store.count_votes(odd_ranks(model, self.data.train, self.state, self.world))
 
     def stepped(self, totals: Tensor) -> None:
@@ -184,14 +181,15 @@ class Run:
 
     def record(self, numbers: dict) -> None:
         """Keeps and logs an evaluation."""
+        progress = self.progress
         self.clock.add("evaluation")
         self.state.record_evaluation(numbers)
-        if self.world.rank == 0 and self.progress.best_now:
-            self.ledger.event("best", best=self.progress.best)
-        self.log.evaluation(self.progress.evaluated, numbers)
-        if self.progress.impatient:
+        if self.world.rank == 0 and progress.best_now:
+            self.ledger.event("best", best=progress.best)
+        self.log.evaluation(progress.evaluated, numbers)
+        if progress.impatient:
             self.log.note(
-                f"stopped: no better evaluation since step {self.progress.best['step']} "
+                f"stopped: no better evaluation since step {progress.best['step']} "
                 f"(--patience {self.opts.patience})"
             )
 
@@ -259,13 +257,14 @@ class Run:
         opts = self.opts
         world = self.world
         data = self.data
-        parameters = self.parameters or sum(p.numel() for p in self.state.net.parameters())
+        stages = self.state.stages
+        parameters = stages.parameters_of if stages else [p.numel() for p in self.state.net.parameters()]
         count = opts.virtual_ranks or world.replicas
         shares = "slice" if opts.virtual_ranks else "share"
         return [
             f"run {opts.run_dir}   world {world.size}   life {world.life}",
             f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process",
-            f"model {opts.model}: {parameters:,} parameters   "
+            f"model {opts.model}: {sum(parameters):,} parameters   "
             f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
             f"global batch {opts.global_batch_size} = {count} {shares}{'s' * (count > 1)} of "
             f"{-(-opts.global_batch_size // count)} or less   "
@@ -274,14 +273,15 @@ class Run:
 
     def _resumption(self):
         """Where this life begins."""
+        progress = self.progress
         if self.opts.eval_only:
             doing = "evaluating"
-        elif self.progress.finished:
+        elif progress.finished:
             doing = "complete: nothing left to train"
         else:
-            doing = "resuming" if self.progress.step else "starting"
-        epoch = min(self.progress.epoch + 1, self.opts.epochs)
-        line = f"{doing} at step {self.progress.step}, epoch {epoch}, position {self.progress.position:,}"
+            doing = "resuming" if progress.step else "starting"
+        epoch = min(progress.epoch + 1, self.opts.epochs)
+        line = f"{doing} at step {progress.step}, epoch {epoch}, position {progress.position:,}"
         return f"{line}, from {self.source}" if self.source else line
 
     def _note_life(self):

@@ -64,9 +64,12 @@ def preload(opts: Options) -> None:
 class Batch(NamedTuple):
     """A rank's share of one global batch, cut into its forwards."""
 
-    parts: list[tuple]  # (number of samples, what collate made of them) for each forward
-    ids: list[int]
+    parts: list[tuple]  # (ids of the samples, what collate made of them) for each forward
     size: int  # number of samples in the whole global batch
+
+    @property
+    def ids(self) -> list[int]:
+        return [id for ids, _ in self.parts for id in ids]
 
     @property
     def data(self) -> Any:
@@ -91,8 +94,8 @@ def batches(samples: Samples, order: ElasticSampler, opts: Options) -> Iterator[
     if samples.set_epoch:
         samples.set_epoch(order.epoch)
     shares = loaded(samples, cuts(order, opts), opts, order.epoch, opts.augment != "none")
-    for (parts, ids), size in zip(shares, order.batch_sizes(), strict=True):
-        yield Batch(parts, ids, size)
+    for parts, size in zip(shares, order.batch_sizes(), strict=True):
+        yield Batch(parts, size)
 
 
 def cuts(order, opts):
@@ -126,7 +129,7 @@ def loaded(
     epoch: int = 0,
     augment: bool = False,
 ) -> Iterator:
-    """Yield ([(samples, what `fetch` made of them) for each forward], ids) of each share of `cuts`."""
+    """Yield [(ids, what `fetch` made of these samples) for each forward] of each share of `cuts`."""
 
     def load(cut):
         parts = []
@@ -136,15 +139,15 @@ def loaded(
                 batch = map_tensors(lambda x: x[:0], samples.fetch([0]))
             if pin:  # torch pins no expanded tensor
                 batch = map_tensors(lambda x: x.contiguous() if 0 in x.stride() else x, batch)
-            parts.append((len(ids), batch))
-        return parts, sum(cut, [])
+            parts.append((ids, batch))
+        return parts
 
     pin = bool(gpus()) and "cpu" not in (opts.device, *opts.devices)
     if opts.workers and isinstance(samples, DatasetSamples):
         yield from from_workers(load, cuts, opts.workers, pin)
         return
-    for parts, ids in map(load, cuts):
-        yield map_tensors(Tensor.pin_memory, parts) if pin else parts, ids
+    for parts in map(load, cuts):
+        yield map_tensors(Tensor.pin_memory, parts) if pin else parts
 
 
 class Same:

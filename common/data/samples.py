@@ -9,7 +9,6 @@ rank has a generator of its own to save.
 import copy
 import hashlib
 import math
-import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
-from common.errors import UserError, blamed, one_line, say
+from common.errors import UserError, blamed, one_line, warn
 from common.options import Options
-from common.place import here
 from common.sampler import hash_seed, seeded, uniforms
 
 BLOCK_TOKENS = 2**15  # that are hashed together when a run starts,
@@ -70,6 +68,10 @@ class Samples:
 
     def __len__(self) -> int:
         return self.count
+
+    def example(self) -> Nested:
+        """Two samples for a forward that counts nothing: BatchNorm cannot train on one."""
+        return self.fetch(2 * [self.first])
 
     def look(self):
         """Takes the shape of samples from the first one that can be read; returns the batch of that one."""
@@ -172,7 +174,7 @@ class DatasetSamples(Samples):
             except UserError as error:
                 if not self.skip:
                     raise
-                say(f"warning: left out: {one_line(error)}", sys.stderr)
+                warn(f"left out: {one_line(error)}", of_this_rank=True)
                 if self.note:
                     self.note("bad_sample", id=id, epoch=epoch, why=one_line(error))
         return samples
@@ -184,11 +186,10 @@ class DatasetSamples(Samples):
             if all(map(torch.equal, map(bytes_of, first), map(bytes_of, again))):
                 sizes = [f"{tensor.double().abs().mean():.3e}" for tensor in first]
                 yield " ".join(sizes).encode()  # in few digits: the CPU may decide the last bits
-            elif here().speaks:
-                say(
-                    f"warning: {self.name}: sample {id} is another one each time it is read, so no restart "
-                    "is exact\n         let it draw from torch, random or numpy.random, which are seeded",
-                    sys.stderr,
+            else:
+                warn(
+                    f"{self.name}: sample {id} is another one each time it is read, so no restart "
+                    "is exact\nlet it draw from torch, random or numpy.random, which are seeded"
                 )
 
 

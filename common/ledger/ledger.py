@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import say
+from common.errors import warn
 from common.place import began
 
 ENTRY_SECONDS = 60.0  # at most between two entries of a clock, or
@@ -19,10 +18,6 @@ BLOCK_BYTES = 1 << 16  # read at once
 
 
 Record = dict[str, Any]  # a line of JSON
-
-
-def warn(text):
-    say(f"warning: {text}", sys.stderr)
 
 
 class Lines:
@@ -62,7 +57,8 @@ class Lines:
         if not self.warned:
             warn(
                 f"{self.path} cannot be written ({error.strerror or error}); "
-                "training continues without these lines"
+                "training continues without these lines",
+                of_this_rank=True,
             )
         self.warned = True
 

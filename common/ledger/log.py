@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 
-from common.errors import Outlet
-from common.ledger.ledger import Lines, Record, lines_back, parse, warn
+from common.errors import Outlet, warn
+from common.ledger.ledger import Lines, Record, lines_back, parse
 from common.options import Options
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}

@@ -38,7 +38,7 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
         )
     net = prepare(net, opts, world, data, task, HOST)
     groups = cut(net, stages, opts.balance, world.size == 1)
-    example = data.train.fetch(2 * [data.train.first])
+    example = data.train.example()
     shapes = []
     if world.stages > 1:
         with blamed(

@@ -104,6 +104,7 @@ class Pipeline(nn.Module):
                     net._modules[name] = nn.Identity()
         mine = set(net.parameters())
         self.places = [i for i, p in enumerate(weights) if p in mine]  # in the whole net
+        self.arriving = {}  # {(micro batch, forward?): a function that waits for its tensor}
         self.transfer = Ranks(world, shapes, self.stages[0].generator)
 
     # ---- evaluation ----
@@ -119,14 +120,13 @@ class Pipeline(nn.Module):
         """What the task returns of a block; None on a rank that does not hold the last stage."""
         if self.world.stages == 1:
             return state.task(self, samples, state)
-        here = self.world.stage
         x = state.task.input_of(samples)
-        if here > 0:
-            x = self.transfer.move(take=(here - 1, len(x)))()
+        if not self.is_first:
+            x = self.transfer.move(take=(self.world.stage - 1, len(x)))()
         y = self.stages[0](x)
-        if here == self.parts - 1:
+        if self.is_last:
             return state.task.answered(y, samples, state)
-        self.transfer.move(give=(here + 1, y))
+        self.transfer.move(give=(self.world.stage + 1, y))
         return self.transfer.drain()
 
     # ---- training ----
@@ -135,28 +135,35 @@ class Pipeline(nn.Module):
 
         With --virtual-ranks each stage sums its slices along a tree of its own, over the ranks that hold it.
         """
-        passage = Passage(self, batch, state)
+        totals = state.task.zeros(self.world.device)
+        passages = {}
+        sizes = []
+        slices = self.tree.own if self.tree else range(len(batch.parts))
+        for number, (ids, samples) in zip(slices, batch.parts, strict=True):
+            if ids or self.opts.shard:  # the other shards cannot gather their weights without this rank
+                k = len(sizes)
+                passages[k] = self.passage(k, number, ids, samples, batch.size, totals, state)
+                sizes.append(len(ids or self.example))
         if self.tree:
             self.tree.begin(state)
-        self.run(passage, [count or len(self.example) for _, count, _ in passage.micro_batches])
+        self.run(passages, sizes)
         if self.tree:
             return self.tree.finish(batch, state)
         if self.world.replicas > 1 and not self.opts.shard:  # FSDP has summed already
             self.sum_gradients()
-        average(state, passage.totals, batch, self.world)
-        return passage.totals
+        average(state, totals, batch, self.world)
+        return totals
 
-    def run(self, passage, sizes):
+    def run(self, passages, sizes):
         """Does this rank's work for micro batches of these sizes, as the timetable says."""
-        arriving = {}
         for tick in timetable(len(sizes), self.parts):
             give = None
             take = None
             for stage, k, is_forward in tick:
                 to = stage + 1 if is_forward else stage - 1
                 if stage == self.world.stage:
-                    receive = arriving.pop((k, is_forward), lambda: None)
-                    tensor = passage.forward(k, receive) if is_forward else passage.backward(k, receive)
+                    passage = passages[k] if is_forward else passages.pop(k)
+                    tensor = next(passage, None)
                     if 0 <= to < self.parts:
                         give = to, tensor
                 elif to == self.world.stage:
@@ -164,8 +171,72 @@ class Pipeline(nn.Module):
                     taken = k, is_forward
             received = self.transfer.move(give, take)
             if take:
-                arriving[taken] = received
+                self.arriving[taken] = received
         self.transfer.drain()
+
+    def passage(self, k, number, ids, samples, size, totals, state):
+        """Micro batch k on its way through this rank's stage, in two steps: forward, and later back.
+
+        The first one yields the output for the next stage, the second one the gradient for the stage before.
+        With --virtual-ranks a micro batch is a slice, and gets the bits that an uncut net would give.
+        """
+        opts = self.opts
+        tree = self.tree
+        if self.is_first or self.is_last:
+            samples = placed(samples if ids else self.example, self.world.device, opts, own=bool(tree))
+        replica = [] if tree else [self.world.replica]
+        seed(opts.seed, "step", state.progress.step, *replica, number)
+        if tree:
+            state.statistics.renew()
+        x = None
+        y = None
+        sums = state.task.zeros(self.world.device)
+        with nullcontext() if ids else _unchanged(self.net):
+            if self.parts > 1:  # otherwise the task calls the stage
+                x = state.task.input_of(samples) if self.is_first else self.arriving.pop((k, True))()
+                x, y = self.through_the_stage(x)
+            if self.is_last:
+                y = state.scaler.scale(self.loss(y, samples, sums, state) * bool(ids) / size)
+        if ids:
+            totals.add_(sums)
+        tail = tree.measured(number, len(ids) / size, sums) if tree else None
+        yield y.detach()
+
+        gradient = None if self.is_last else self.arriving.pop((k, False))()
+        if tree:
+            tree.backward(number, tail, y, gradient)
+        elif y.requires_grad:
+            y.backward(gradient)
+        if not self.is_first:
+            yield torch.zeros_like(x) if x.grad is None else x.grad
+
+    def through_the_stage(self, x):
+        """(input, output); UserError if slices draw from a generator that does not travel."""
+        fact = f"model {self.opts.model}, stage {self.world.stage}"
+        places = places_of_draws()
+        if not self.is_first:
+            x = x.detach().requires_grad_(x.is_floating_point())
+        with blamed(fact):
+            # layers may work in place, and x is a leaf or a part of the batch
+            y = self.stages[0](x.clone())
+        if self.tree and places_of_draws() != places:
+            raise UserError(
+                f"{fact} draws from random or numpy\n"
+                "between stages only torch's draws go on: draw from torch, or use train_ddp.py"
+            )
+        return x, y
+
+    def loss(self, y, samples, sums, state):
+        """What is minimised; adds all that the task returns to `sums`."""
+        task = state.task
+        if y is None:
+            values = task(self.stages[0], samples, state)
+            tensors = [p for p in self.stages[0].parameters() if p.requires_grad]
+        else:
+            values = task.answered(y, samples, state)
+            tensors = [y]
+        task.add(sums, values)
+        return task.minimised(values, tensors)
 
     def sum_gradients(self):
         """Sums over the replicas, in buckets; a weight that one of them has not used adds zeros there."""
@@ -191,100 +262,6 @@ class Pipeline(nn.Module):
         if self.opts.shard:  # these have some rows each
             lengths = (self.world.sum_over_replicas(lengths.square()) / self.world.copies).sqrt()
         return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
-
-
-class Passage:
-    """A global batch on its way through this rank's stage: each micro batch goes forward, and later back.
-
-    With --virtual-ranks a micro batch is a slice, and gets the bits that an uncut net would give.
-    """
-
-    def __init__(self, pipeline, batch, state):
-        self.pipeline = pipeline
-        self.state = state
-        self.size = batch.size
-        self.totals = state.task.zeros(pipeline.world.device)
-        self.in_flight = {}  # {micro batch: what its backward needs}
-        slices = pipeline.tree.own if pipeline.tree else range(len(batch.parts))
-        self.micro_batches = []  # (its number, samples that count, samples)
-        for v, (count, samples) in zip(slices, batch.parts, strict=True):
-            if count:
-                self.micro_batches.append((v, count, samples))
-            elif pipeline.opts.shard:  # the other shards cannot gather their weights without this rank
-                self.micro_batches.append((v, 0, pipeline.example))
-
-    def forward(self, i, receive):
-        """The output of a micro batch for the next stage; `receive` waits for that of the stage before."""
-        pipeline = self.pipeline
-        tree = pipeline.tree
-        state = self.state
-        device = pipeline.world.device
-        v, count, samples = self.micro_batches[i]
-        if pipeline.is_first or pipeline.is_last:
-            samples = placed(samples, device, pipeline.opts, own=bool(tree))
-        replica = [] if tree else [pipeline.world.replica]
-        seed(pipeline.opts.seed, "step", state.progress.step, *replica, v)
-        if tree and i:
-            state.statistics.renew()
-        x = None
-        y = None
-        sums = state.task.zeros(device, tree.kind if tree else torch.float64)
-        with nullcontext() if count else _unchanged(pipeline.net):
-            if pipeline.parts > 1:  # otherwise the task calls the stage
-                x, y = self.through_the_stage(samples, receive)
-            if pipeline.is_last:
-                loss = self.loss(y, samples, sums)
-                y = state.scaler.scale(loss * bool(count) / self.size)
-        if count:
-            self.totals.add_(sums)
-        tail = tree.measured(v, count / self.size, sums) if tree else None
-        self.in_flight[i] = x, y, tail
-        return y.detach()
-
-    def through_the_stage(self, samples, receive):
-        """(input, output); UserError if slices draw from a generator that does not travel."""
-        pipeline = self.pipeline
-        fact = f"model {pipeline.opts.model}, stage {pipeline.world.stage}"
-        places = places_of_draws()
-        if pipeline.is_first:
-            x = self.state.task.input_of(samples)
-        else:
-            x = receive().detach()  # and draws go on where the stage before ended
-            x.requires_grad_(x.is_floating_point())
-        with blamed(fact):
-            # layers may work in place, and x is a leaf or a part of the batch
-            y = pipeline.stages[0](x.clone())
-        if pipeline.tree and places_of_draws() != places:
-            raise UserError(
-                f"{fact} draws from random or numpy\n"
-                "between stages only torch's draws go on: draw from torch, or use train_ddp.py"
-            )
-        return x, y
-
-    def loss(self, y, samples, sums):
-        """What is minimised; adds all that the task returns to `sums`."""
-        task = self.state.task
-        if y is None:
-            stage = self.pipeline.stages[0]
-            values = task(stage, samples, self.state)
-            tensors = [p for p in stage.parameters() if p.requires_grad]
-        else:
-            values = task.answered(y, samples, self.state)
-            tensors = [y]
-        task.add(sums, values)
-        return task.minimised(values, tensors)
-
-    def backward(self, i, receive):
-        """The gradient of a micro batch for the stage before; `receive` waits for that of the next stage."""
-        x, y, tail = self.in_flight.pop(i)
-        gradient = receive()
-        if self.pipeline.tree:
-            self.pipeline.tree.backward(self.micro_batches[i][0], tail, y, gradient)
-        elif y.requires_grad:
-            y.backward(gradient)
-        if self.pipeline.is_first:
-            return None
-        return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 def places_of_draws():

@@ -4,7 +4,7 @@ In data parallelism every rank holds the whole state, and between two steps all 
 survivor is enough: every rank that is alive tries to save the last whole step before it leaves.
 
 From a signal to the exit:
-1. `Signals` (signals.py) hears it on the thread of `_stand_by`, and has its `name`.
+1. `Watch` (watch.py) hears it on the thread of `_stand_by`, and has its name.
 2. The main thread ends its step; run.py sees that this rank `leaves`, and calls `leave`.
 3. `leave` finds its row of `WayOut`, saves (`rescue` of the store), prints one line, and exits with its code.
 4. If the main thread does not come within STEP_SECONDS, the thread calls `leave` in its place.
@@ -95,7 +95,7 @@ class Rescue:
     def __exit__(self, kind, error, trace):
         stops = self.asked
         if error is None and not stops:
-            self.watch.part()
+            self.watch.parting = True
             try:
                 self.world.barrier()  # the last save may take long; the thread ends a hang
             except RuntimeError as broken:  # a peer has died
@@ -123,7 +123,7 @@ class Rescue:
     @property
     def asked(self) -> str:
         """Why this rank shall stop: what all have agreed on, or the name of a signal; or empty."""
-        return self.agreed or self.watch.signals.name
+        return self.agreed or self.watch.signal
 
     def consult(self) -> None:
         """All ranks agree whether to save, and whether to stop; call it on every rank."""
@@ -221,7 +221,7 @@ class Rescue:
     def _end_of_the_peer(self):
         """(way, cause), after the save: by now a launcher knows how the peer has ended, and what follows."""
         if here().agent and not self.asked:
-            self.watch.signals.heard.wait(AGENT_SECONDS)
+            self.watch.signalled.wait(AGENT_SECONDS)
         death = self.watch.lifelines.find_death(DEATH_SECONDS)
         return WayOut.PEER_DIED_ALL_STOP if self.asked else WayOut.PEER_DIED, death.words
 

@@ -1,20 +1,27 @@
 """What a rank hears of signals, of other ranks and of hangs, on a thread, whatever its main thread does.
 
-It publishes three alarms, each with a deadline: `signals.heard`, `lifelines.lost` and `hang.found`. rescue.py
+It publishes three alarms, each with a deadline: `signalled`, `lifelines.lost` and `hang.found`. rescue.py
 decides what follows.
+
+From a signal to its name: Python writes the number of a signal that has a handler into a pipe, which the
+thread reads. The handler itself does nothing: an exception there could cut an optimizer step.
 """
 
 import faulthandler
 import os
 import selectors
+import signal
 import time
+from contextlib import suppress
 
-from common.place import this_process
+from common.place import here, this_process
+from common.rescue.alarm import Alarm
 from common.rescue.hang import Hang
 from common.rescue.lifelines import Lifelines
-from common.rescue.signals import Signals
 from common.world import gather
 
+# signals that ask a rank to stop; USR1: Slurm's early warning; HUP: the terminal is gone
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STEP_SECONDS = 10.0  # for a signalled main thread to end its step; plain torchrun kills after 30
 LOOK_SECONDS = 1.0
 LOCKED_SECONDS = 86_400.0  # without any Python thread: then faulthandler ends this process, stopped or not
@@ -26,19 +33,29 @@ class Watch:
     def __init__(self, state, world):
         process = this_process()
         self.processes = gather(world, [process["pid"], process["host"], process["machine"]])
-        self.parting = False
+        self.parting = False  # no step is left: the end of a rank is no death, a signal is obeyed at once
         self.stopped = False
         self.lifelines = Lifelines(world, self.processes)
         self.hang = Hang(state, world, self.lifelines.tell)
-        self.signals = Signals()
+        self.signal = ""  # the name of the first one
+        self.signalled = Alarm()
+        self._catch_signals()
         self.selector = selectors.DefaultSelector()
-        self.selector.register(self.signals.pipe[0], selectors.EVENT_READ, self._hear_signal)
+        self.selector.register(self.pipe[0], selectors.EVENT_READ, self._hear_signal)
         for line in self.lifelines.lines:
             self.selector.register(line, selectors.EVENT_READ, self._hear_rank)
 
-    def part(self):
-        """No step is left: from now on the end of a rank is no death, and a signal is obeyed at once."""
-        self.parting = True
+    def _catch_signals(self):
+        self.pipe = os.pipe()
+        os.set_blocking(self.pipe[1], False)
+        self.handlers = {}
+        for number in STOP:
+            nohup = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+            if not nohup or here().agent:  # an agent hears it all the same, and kills a process that stays
+                self.handlers[number] = signal.signal(number, lambda *_: None)
+        self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
+        # A forked process (for loading, say) inherits the pipe; a signal to it alone must not stop this rank.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def is_late(self, ending):
         """Hears all. True once a deadline has passed and nobody holds `ending`; False after `stop`."""
@@ -62,10 +79,13 @@ class Watch:
     @property
     def deadline(self):
         """The earliest one of the three alarms."""
-        return min(self.signals.heard.deadline, self.lifelines.lost.deadline, self.hang.found.deadline)
+        return min(self.signalled.deadline, self.lifelines.lost.deadline, self.hang.found.deadline)
 
     def _hear_signal(self, pipe):
-        self.signals.hear(0.0 if self.parting else STEP_SECONDS)
+        stops = [number for number in os.read(pipe, 64) if number in STOP]
+        if stops and not self.signal:
+            self.signal = signal.Signals(stops[0]).name
+            self.signalled.sound(0.0 if self.parting else STEP_SECONDS)
 
     def _hear_rank(self, line):
         messages = self.lifelines.hear(line)
@@ -82,8 +102,16 @@ class Watch:
     def stop(self, thread):
         """Nothing here ends this life any more, once the thread has ended; call it in the main thread."""
         self.stopped = True
-        self.signals.restore()
+        self._give_signals_back()
         thread.join()  # one that wakes in a dying interpreter aborts it
         self.selector.close()
-        for end in self.signals.pipe:
+        for end in self.pipe:
             os.close(end)
+
+    def _give_signals_back(self):
+        """And wakes the thread."""
+        signal.set_wakeup_fd(self.wakeup)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        with suppress(BlockingIOError):  # it is full: the thread is awake already
+            os.write(self.pipe[1], bytes(1))  # to close it is not enough: forked processes have it open too

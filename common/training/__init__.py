@@ -4,5 +4,5 @@ from common.training.evaluate import evaluate
 from common.training.optimizer import build_optimizer, local
 from common.training.replicas import distribute, prepare
 from common.training.state import TrainState
-from common.training.step import average, backward, check_used, odd_ranks, placed
+from common.training.step import Gradient, average, backward, odd_ranks, placed
 from common.training.tasks import autocast, find_task, task_of

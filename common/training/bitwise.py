@@ -79,7 +79,7 @@ class Slices:
     def measured(self, v, weight, totals):
         """What slice v adds to the tail: call it after its forward."""
         moves = self.statistics.moves(weight, v == self.count - 1, self.kind)
-        return torch.cat([moves.to(totals.device), totals])
+        return torch.cat([moves.to(totals.device), totals.to(self.kind)])
 
     def backward(self, v, tail, output, gradient=None):
         """The backward of slice v; slices that are left out have no samples."""

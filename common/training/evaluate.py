@@ -37,7 +37,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
     found = {}  # {number of a block: its sums and counts}
     totals = None
     with state.averaged():
-        for number, (parts, _) in zip(mine, loaded(split, cuts, state.opts), strict=True):
+        for number, parts in zip(mine, loaded(split, cuts, state.opts), strict=True):
             _, part = parts[0]
             state.heartbeat += 1
             seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world

@@ -2,16 +2,14 @@
 
 import inspect
 import math
-import sys
 from collections import UserDict, defaultdict
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn, optim
 
-from common.errors import UserError, blamed, say
+from common.errors import UserError, blamed, warn
 from common.options import Options, call_user
-from common.place import here
 from common.sampler import seeded
 from common.training.unsaved import remembered_aside
 
@@ -111,11 +109,10 @@ def check_groups(optimizer, net):
             "the optimizer has dampening, which would damp its first step, too, unlike torch\nleave it out"
         )
     hooked = [name for name, p in net.named_parameters() if p._backward_hooks]
-    if hooked and here().speaks:
-        say(
-            f"warning: a hook on {', '.join(hooked[:3])} sees the gradient of one rank's share alone\n"
-            "         for the whole gradient there is optimizer.register_step_pre_hook",
-            sys.stderr,
+    if hooked:
+        warn(
+            f"a hook on {', '.join(hooked[:3])} sees the gradient of one rank's share alone\n"
+            "for the whole gradient there is optimizer.register_step_pre_hook"
         )
     for name, p in net.named_parameters():
         if p.requires_grad and p not in held:

@@ -46,6 +46,7 @@ class Stages(Protocol):
 
     world: World
     score: Callable[..., dict | None]
+    parameters_of: list[int]  # by stage
 
     def norm(self, gradients: list[Tensor]) -> Tensor: ...
 

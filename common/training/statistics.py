@@ -5,13 +5,10 @@ From a forward to a checkpoint: a forward changes the live buffers; `moves` comp
 to `committed`, which a checkpoint holds.
 """
 
-import sys
-
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from common.errors import UserError, say
-from common.place import here
+from common.errors import UserError, warn
 
 
 class Statistics:
@@ -78,12 +75,11 @@ class Statistics:
         views = zip(self.committed, self.views, strict=True)
         changed = [path for path, view in views if path in self.sums and view.any()]
         self.sums = set()
-        if changed and here().speaks:
-            say(
-                f"warning: a forward changes {', '.join(changed[:3])}: a buffer gets the mean of the ranks' "
+        if changed:
+            warn(
+                f"a forward changes {', '.join(changed[:3])}: a buffer gets the mean of the ranks' "
                 "changes, a counter one rank's\n"
-                "         right for a running mean, not for a sum or a table: count these in a --task",
-                sys.stderr,
+                "right for a running mean, not for a sum or a table: count these in a --task"
             )
         base = self._flat(self.committed.values())
         base.masked_fill_(base.isinf() & (moved != 0), 0.0).add_(moved)

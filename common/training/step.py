@@ -2,17 +2,18 @@
 
 From a batch to a gradient: `backward` seeds the draws, and runs forward and backward of each part of this
 rank's share; the last backward averages the gradient over the ranks (DDP); `average` ends the mean of buffers
-and counts. With --virtual-ranks `backward_slices` does so slice by slice (bitwise.py).
+and counts. With --virtual-ranks the parts are slices, which bitwise.py adds up. In a loop of one's own the
+script runs the forwards (elastic.py).
 
 The gradient is the exact mean over the samples at any number of ranks and micro batches: sums are divided by
 the size of the global batch before the backward; `end_mean` corrects for what else a task counts.
 """
 
 import socket
-import sys
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import Batch, batches, map_tensors
-from common.errors import blamed, say
+from common.errors import blamed, warn
 from common.options import Options
 from common.sampler import ElasticSampler, seed
 from common.training.bitwise import Slices
@@ -35,21 +36,73 @@ def backward(model: nn.Module | Slices, batch: Batch, state: TrainState, world: 
 
     Call it on every rank for every global batch, with an empty share too: it synchronises exactly once.
     """
-    opts = state.opts
-    if isinstance(model, Slices):
-        return backward_slices(model, batch, state)
-    seed(opts.seed, "step", state.progress.step, world.rank)  # dropout: derived, never stored
-    totals = state.task.zeros(world.device)
-    parts = batch.parts or [(0, None)]  # DDP waits for a rank without samples, too
-    for i, (_, part) in enumerate(parts, 1):
-        exchanges = i == len(parts) or world.size == 1
-        with nullcontext() if exchanges else model.no_sync():
-            loss = forward(model, placed(part, world.device, opts), state, totals)
+    gradient = Gradient(model, batch, state, world)
+    for samples in gradient.pieces():
+        totals = state.task.zeros(world.device)
+        loss = forward(gradient.net, samples, state, totals)
+        gradient.add(loss, totals)
+    return gradient.finish()
+
+
+class Gradient:
+    """The mean gradient of one global batch: `add` the loss of each of the `pieces`, then `finish`.
+
+    A piece is one forward of this rank. With --virtual-ranks it is a slice, which is computed as if it were
+    alone: the number of ranks only decides which rank computes it.
+    """
+
+    def __init__(self, model: nn.Module | Slices, batch: Batch, state: TrainState, world: World) -> None:
+        self.model = model
+        self.batch = batch
+        self.state = state
+        self.world = world
+        self.totals = state.task.zeros(world.device)
+        self.is_first = True  # of the pieces
+        self.is_last = True
+        self.ids: list[int] = []  # of this piece
+        self.slices = model if isinstance(model, Slices) else None
+        self.net = self.slices.net if self.slices else model
+        numbers = self.slices.own if self.slices else repeat(world.rank)
+        parts = [(number, *part) for number, part in zip(numbers, batch.parts, strict=False)]
+        self.parts = parts or [(world.rank, [], None)]  # DDP waits for a rank without samples, too
+
+    def pieces(self) -> Iterator[Any]:
+        """Yields the samples of each; what is drawn for them follows from its number: it is never stored."""
+        state = self.state
+        if self.slices:
+            self.slices.begin(state)
+        for i, (number, ids, samples) in enumerate(self.parts, 1):
+            self.number = number
+            self.ids = ids
+            self.is_first = i == 1
+            self.is_last = i == len(self.parts)
+            if self.slices:
+                state.statistics.reset()
+            if self.slices or self.is_first:
+                seed(state.opts.seed, "step", state.progress.step, number)
+            if isinstance(self.model, DistributedDataParallel):
+                self.model.require_backward_grad_sync = self.is_last
+            yield placed(samples, self.world.device, state.opts, own=bool(self.slices))
+
+    def add(self, loss: Tensor, totals: Tensor) -> None:
+        """The backward of this piece, whose summed loss and totals these are."""
+        size = self.batch.size
+        scale = self.state.scaler.scale
+        if not self.slices:
+            self.totals += totals
             # DDP divides by the number of ranks: the factor world.size undoes that.
-            state.scaler.scale(loss * (world.size / batch.size)).backward()
-    check_used(model, state)
-    average(state, totals, batch, world)
-    return totals
+            scale(loss * (self.world.size / size)).backward()
+        elif self.ids:
+            tail = self.slices.measured(self.number, len(self.ids) / size, totals)
+            self.slices.backward(self.number, tail, scale(loss / size))
+
+    def finish(self) -> Tensor:
+        """Averages over the ranks; returns this rank's totals."""
+        if self.slices:
+            return self.slices.finish(self.batch, self.state)
+        check_used(self.model, self.state)
+        average(self.state, self.totals, self.batch, self.world)
+        return self.totals
 
 
 def average(state: TrainState, totals: Tensor, batch: Batch, world: World) -> None:
@@ -70,33 +123,7 @@ def check_used(model: nn.Module, state: TrainState) -> None:
         with blamed(fact, way_out):
             model._check_reducer_finalized()
     elif names and not state.progress.step:
-        say(f"warning: {fact}: more processes would refuse that\n         {way_out}", sys.stderr)
-
-
-def backward_slices(slices, batch, state):
-    """Slices are summed along a fixed tree, so no bit depends on the world.
-
-    Each slice is computed as if it were alone; the number of ranks only decides which rank computes it.
-    """
-    slices.begin(state)
-    for v, piece in zip(slices.own, batch.parts, strict=True):
-        n, _ = piece
-        if n:  # in a short last batch a slice may be without samples
-            tail, loss = slice_loss(slices, v, piece, batch.size, state)
-            slices.backward(v, tail, loss)
-    return slices.finish(batch, state)
-
-
-def slice_loss(slices, v, piece, size, state):
-    """Forward of slice v, a piece of a global batch of `size` samples: (its tail, its loss)."""
-    n, part = piece
-    device = slices.world.device
-    state.statistics.reset()
-    seed(state.opts.seed, "step", state.progress.step, v)
-    totals = state.task.zeros(device, slices.kind)
-    part = placed(part, device, state.opts, own=True)
-    loss = forward(slices.net, part, state, totals)
-    return slices.measured(v, n / size, totals), state.scaler.scale(loss / size)
+        warn(f"{fact}: more processes would refuse that\n{way_out}")
 
 
 def odd_ranks(model: Slices, split: object, state: TrainState, world: World) -> str:
@@ -128,11 +155,14 @@ def slice_bits(slices, v, split, state):
     alone = ElasticSampler(progress.samples, opts.global_batch_size, v, opts.virtual_ranks, opts.seed)
     alone.set_epoch(progress.epoch, progress.position)
     batch = next(batches(split, alone, opts))
-    piece = batch.parts[0]
-    n, _ = piece
     gradients = [torch.full_like(tensor, -0.0) for tensor in slices.tensors]
-    if n:
-        gradients[-1], loss = slice_loss(slices, v, piece, batch.size, state)
+    if batch.ids:
+        state.statistics.reset()
+        seed(opts.seed, "step", progress.step, v)
+        totals = state.task.zeros(slices.world.device)
+        samples = placed(batch.data, slices.world.device, opts, own=True)
+        loss = state.scaler.scale(forward(slices.net, samples, state, totals) / batch.size)
+        gradients[-1] = slices.measured(v, len(batch.ids) / batch.size, totals)
         for i, gradient in enumerate(torch.autograd.grad(loss, slices.params, allow_unused=True)):
             if gradient is not None:
                 gradients[i] = gradient

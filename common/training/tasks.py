@@ -8,7 +8,6 @@ function of {name: number or tensor}, makes numbers of them.
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import SimpleNamespace
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.data import leaves, map_tensors
-from common.errors import UserError, blamed, did_you_mean, say
+from common.errors import UserError, blamed, did_you_mean, warn
 from common.options import Options, find_function
-from common.place import here
 from common.sampler import seeded
 from common.world import gather
 
@@ -156,11 +154,11 @@ class Task:
             )
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
-    def zeros(self, device, kind=torch.float64):
-        return torch.zeros(sum(self._sizes()), dtype=kind, device=device)
+    def zeros(self, device):
+        return torch.zeros(sum(self._sizes()), dtype=torch.float64, device=device)
 
     def _sizes(self):
-        return [2] * len(self.names) + [shape.numel() for shape in self.shapes.values()]
+        return [2] * len(self.names) + [*map(math.prod, self.shapes.values())]
 
     def _named(self, totals):
         """{name: its part of the totals}"""
@@ -230,19 +228,18 @@ class Task:
         """Loss and count of two samples are to be the sums of those of each, unless the task draws."""
         one, two, both, again = [torch.tensor([*map(float, found[self.names[0]])]) for found in values]
         adds_up = torch.allclose(one + two, both, rtol=1e-2, atol=1e-3)
-        if torch.equal(both, again) and not adds_up and here().speaks:
-            say(
-                f"warning: --task {self.spec}: (sum, count) of two samples is {tuple(both.tolist())}, "
+        if torch.equal(both, again) and not adds_up:
+            warn(
+                f"--task {self.spec}: (sum, count) of two samples is {tuple(both.tolist())}, "
                 f"of each alone they add up to {tuple((one + two).tolist())}\n"
-                "         a mean, or a loss that compares samples, depends on the number of processes",
-                sys.stderr,
+                "a mean, or a loss that compares samples, depends on the number of processes"
             )
 
     def learn(self, values):
         """Takes names and shapes from what the function returned of one sample."""
         with blamed(f"what --task {self.spec} returned", WANTED):
             self.names = [name for name, value in values.items() if not isinstance(value, Tensor)]
-            self.shapes = {name: values[name].shape for name in values if name not in self.names}
+            self.shapes = {name: [*values[name].shape] for name in values if name not in self.names}
             if any(values[name].is_floating_point() for name in self.shapes):
                 raise TypeError(f"{', '.join(self.shapes)}: numbers without a count")
             if not self.names:
@@ -254,10 +251,8 @@ class Task:
 
     def agree(self, world):
         """A rank that had nothing to evaluate takes the names from one that had; call it on every rank."""
-        shapes = {name: [*shape] for name, shape in self.shapes.items()}
-        names, shapes = next(told for told in gather(world, [self.names, shapes]) if told[0])
-        self.names = names
-        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        told = gather(world, [self.names, self.shapes])
+        self.names, self.shapes = next(of_a_rank for of_a_rank in told if of_a_rank[0])
 
 
 def terms_of(made_by):

@@ -6,14 +6,12 @@ after a step are compared. `FirstForward` compares what is saved, which a forwar
 
 import io
 import pickle
-import sys
 from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError, say
-from common.place import here
+from common.errors import UserError, warn
 from common.world import fingerprint_of
 
 TORCHS = frozenset(vars(nn.Module()))  # what each module has for itself
@@ -58,11 +56,10 @@ def warn_of_unsaved(net, optimizer):
             return
         hook.remove()
         changed = [name for name in seen[1] if seen[0].get(name) != seen[1][name]]
-        if changed and here().speaks:
-            say(
-                f"warning: training changes {', '.join(changed[:3])}, which no checkpoint holds\n"
-                "         if the net reads it in a later step, make it a persistent buffer (register_buffer)",
-                sys.stderr,
+        if changed:
+            warn(
+                f"training changes {', '.join(changed[:3])}, which no checkpoint holds\n"
+                "if the net reads it in a later step, make it a persistent buffer (register_buffer)"
             )
 
     hook = optimizer.register_step_post_hook(look)

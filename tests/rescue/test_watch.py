@@ -13,7 +13,7 @@ from jobs import until
 from ranks import fork_ranks
 
 from common.place import end_of
-from common.rescue import hang, signals, watch
+from common.rescue import hang, watch
 from common.rescue.lifelines import Lifelines
 from common.rescue.watch import Watch
 
@@ -98,8 +98,8 @@ def test_a_job_that_is_suspended_for_hours_is_not_ended_when_it_is_continued():
 
 def stop_while_the_thread_wakes(world):
     watch.LOOK_SECONDS = 0.01
-    restore = signals.Signals.restore
-    signals.Signals.restore = lambda self: (time.sleep(0.3), restore(self))
+    give_back = Watch._give_signals_back
+    Watch._give_signals_back = lambda self: (time.sleep(0.3), give_back(self))
     _, stop, _ = watched(world, 600)
     stop()
 

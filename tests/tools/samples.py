@@ -12,9 +12,10 @@ def share_of(x, y, opts, rank=0, world=1):
     parts = []
     at = mine.start
     for n in forward_sizes(len(x), rank, world, opts):
-        parts.append((n, (x[at : at + n], y[at : at + n]) if n or opts.sync_bn or opts.shard else None))
+        ids = list(range(at, at + n))
+        parts.append((ids, (x[ids], y[ids]) if n or opts.sync_bn or opts.shard else None))
         at += n
-    return Batch(parts, list(mine), len(x))
+    return Batch(parts, len(x))
 
 
 class Samples(Split):
