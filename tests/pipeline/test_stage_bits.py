@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import fake_generators
+from jobs import steps_on_disk
 from ranks import fork_ranks
 from samples import Samples, state_of
 from test_bitwise import CNN, NETS, batch_at, life, options, run
@@ -39,10 +40,6 @@ GPT = {
     "epochs": 2,
 }
 MP = {"script": "mp", "hang_timeout": 20}
-
-
-def newest(folder):
-    return max(int(path.name[5:13]) for path in (folder / "checkpoints").glob("step-*"))
 
 
 def pictures():
@@ -220,7 +217,7 @@ def cut_off(world, opts, step, passes):
 def test_a_death_before_the_update_costs_no_step_whether_or_not_a_stage_has_made_it(tmp_path, passes):
     given = CNN | MP | {"stages": 2, "epochs": 2, "save_every": 100}
     fork_ranks(4, cut_off, options(tmp_path / "run", given), 3, passes, may_die=range(4))
-    assert newest(tmp_path / "run") == 3
+    assert steps_on_disk(tmp_path / "run")[-1] == 3
     assert (
         run(tmp_path / "run", 2, given | MP, train_mp)[0]
         == run(tmp_path / "unbroken", 1, CNN | {"epochs": 2})[0]

@@ -342,6 +342,15 @@ def rows(run):
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
+def losses(run):
+    return [row["loss"] for row in rows(run) if "loss" in row]
+
+
+def steps_on_disk(run):
+    """Of its checkpoints, in order; a name may end in .1, .2 ... where a step was saved again."""
+    return sorted({int(path.name[5:13]) for path in (Path(run) / "checkpoints").glob("step-*")})
+
+
 def weights(run):
     """Every tensor of the newest whole checkpoint, by name; of a sharded one, its rows are put together."""
     import torch

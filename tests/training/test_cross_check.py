@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jobs import steps_on_disk
 from ranks import fork_ranks
 from test_bitwise import CNN, life, options, run
 
@@ -60,7 +61,7 @@ def test_a_device_that_computes_wrong_numbers_is_named_and_the_run_goes_back(
     host = socket.gethostname()
     told = capfd.readouterr().err
     assert named.replace(" or", f" (host {host}) or") + f" (host {host}) computes slice" in told
-    steps = sorted(int(folder.name[5:]) for folder in (tmp_path / "run/checkpoints").glob("step-*"))
+    steps = steps_on_disk(tmp_path / "run")
     assert steps and steps[-1] <= 5, "nothing that was saved after the last comparison stays"
     if again:
         return
