@@ -54,6 +54,7 @@ class Program:
     refused_at = (1, 2)  # processes
     right = 0  # steps that may come before the refusal
     told = ""  # what a warning says: then the numbers may be others
+    breaks = False  # the loop over batches is left at the end of each epoch
     red = ""  # the finding that it waits for
 
     def __init_subclass__(cls):
@@ -88,14 +89,20 @@ class Program:
         """What the loop does after a step."""
 
     def loop(self, run):
-        for batch in run:
-            self.step(run, batch)
-            self.after(run.net, run.optimizer, run.state.progress.step)
-            if run.epoch_ended:
-                run.report(**run.evaluate(lambda batch: self.values(run, batch)))
+        for _ in range(3 if self.breaks else 1):
+            for batch in run:
+                self.step(run, batch)
+                self.after(run.net, run.optimizer, run.progress.step)
+                if run.epoch_ended:
+                    self.report(run)
+                    if self.breaks:
+                        break
 
     def step(self, run, batch):
         run.step(*self.values(run, batch)["loss"])
+
+    def report(self, run):
+        run.report(**run.evaluate(lambda batch: self.values(run, batch)))
 
     def values(self, run, batch):
         return self.loss(run.model, batch.data)
@@ -166,7 +173,7 @@ class Program:
                 sums[name] = sums.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
         return [(name, total / count) for name, (total, count) in sums.items()]
 
-    def no_evaluation(self, *_):
+    def nothing(self, *_):
         return []
 
 

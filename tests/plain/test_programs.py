@@ -186,6 +186,20 @@ class CausalTask(CausalWords):
     refused = "shift"
 
 
+class CausalWindows(CausalTask):
+    """The data shifts."""
+
+    flags = CausalTask.flags | {"virtual_ranks": 4}
+    refused = ""
+
+    def sample(self, draws):
+        words = super().sample(draws)["labels"]
+        return {"input_ids": words[:-1], "labels": words[1:]}
+
+    def loss(self, net, batch):
+        return self.scores(net(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())
+
+
 class AmpOutput(Labels):
     """A ModelOutput; the loss is float32 in a plain loop."""
 
@@ -195,11 +209,6 @@ class AmpOutput(Labels):
 
 
 # ---- optimizers -------------------------------------------------------------------------------------
-class Dampened(Program):
-    arguments = {"momentum": 0.9, "dampening": 0.5}
-    refused = "dampening"
-
-
 class MuonAndAdamW(Program):
     class kind(torch.optim.Optimizer):
         def __init__(self, weights, rate, **_):
@@ -229,41 +238,6 @@ class HeldInTuple(MuonAndAdamW):
                 part.step()
 
 
-class Counter(Program):
-    """An optimizer that counts on itself."""
-
-    refused = "ticks"
-
-    class kind(torch.optim.SGD):
-        ticks = 0
-
-        def step(self):
-            self.ticks += 1
-            super().step()
-
-
-class Lookahead(Program):
-    """An optimizer that keeps tensors on itself."""
-
-    refused = "slow"
-
-    class kind(torch.optim.SGD):
-        def step(self):
-            super().step()
-            self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
-
-
-class AverageState(Program):
-    """An optimizer whose state has the key of --ema-decay."""
-
-    refused = "ema"
-
-    class kind(torch.optim.SGD):
-        def step(self):
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["ema"] = p.detach().clone()
-
-
 class Clipped(Program):
     """By value, in a hook of the optimizer."""
 
@@ -283,25 +257,6 @@ class ClippedEach(Program):
         for p in net.parameters():
             p.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
         return net
-
-
-class Lbfgs(Program):
-    refused = "closure"
-    kind = torch.optim.LBFGS
-    arguments = {}
-
-
-class FirstGradient(Program):
-    """An optimizer whose mean begins with the first gradient."""
-
-    refused = "first"
-
-    class kind(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self):
-            for p in self.param_groups[0]["params"]:
-                mean = self.state[p].setdefault("mean", p.grad.clone())
-                p.sub_(mean.lerp_(p.grad, 0.1), alpha=self.param_groups[0]["lr"])
 
 
 class Langevin(Program):
@@ -418,15 +373,6 @@ class Arcface(Program):
 
     def scores(self, out, y):
         return super().scores(out @ self.centers, y)
-
-
-class Mean(Program):
-    """A mean, with a count beside it."""
-
-    refused = "the loss is a mean"
-
-    def scores(self, out, y):
-        return {"loss": (F.cross_entropy(out, y), len(y))}
 
 
 class Slope(Program):
@@ -616,17 +562,8 @@ class AnnealedBreaks(Annealed):
     """The loop over batches is left at the end of each epoch."""
 
     flags = {"virtual_ranks": 4}
-
-    def loop(self, run):
-        for _ in range(3):
-            for batch in run:
-                run.step(*self.values(run, batch)["loss"])
-                self.after(run.net, run.optimizer, run.progress.step)
-                if run.epoch_ended:
-                    break
-
-    def evaluation(self, *_):
-        return []
+    breaks = True
+    report = evaluation = Program.nothing
 
 
 class AnnealedByHook(Annealed):
@@ -687,14 +624,7 @@ class Unreported(Teacher):
 class UnreportedBreaks(Unreported):
     """The report that was due is followed by a break, too."""
 
-    def loop(self, run):
-        for _ in range(3):
-            for batch in run:
-                run.step(*self.values(run, batch)["loss"])
-                self.after(run.net, run.optimizer, run.progress.step)
-                if run.epoch_ended:
-                    run.report(**run.evaluate(lambda batch: self.values(run, batch)))
-                    break
+    breaks = True
 
 
 class BufferTeacher(Teacher):
@@ -745,8 +675,7 @@ class SlowAverages(Bf16):
     """A step of an average is less than half a unit of 16 bits."""
 
     flags = {"ema_decay": 0.999}
-
-    evaluation = Program.no_evaluation
+    evaluation = Program.nothing
 
     def check(self, run):
         if (weights(run)["optimizer 2.bias/ema"] == self.made()[2].bias).all():
@@ -861,13 +790,11 @@ class Reported(Clamped):
 
     flags = {"best": "score"}
 
-    def loop(self, run):
-        for batch in run:
-            self.step(run, batch)
-            run.report(score=run.state.progress.step)
-            self.after(run.net, run.optimizer, run.state.progress.step)
+    report = evaluation = Program.nothing
 
-    evaluation = Program.no_evaluation
+    def step(self, run, batch):
+        super().step(run, batch)
+        run.report(score=run.progress.step)
 
 
 class Scheduler(Program):
@@ -920,10 +847,9 @@ class Accumulated(Program):
     doors = "loop"
     refused = "gradient"
 
-    def loop(self, run):
-        for batch in run:
-            self.values(run, batch)["loss"][0].backward()
-            self.step(run, batch)
+    def step(self, run, batch):
+        self.values(run, batch)["loss"][0].backward()
+        super().step(run, batch)
 
 
 class Nested(Program):
@@ -933,25 +859,17 @@ class Nested(Program):
     refused = "loops"
     right = 2
 
-    def loop(self, run):
-        for batch in run:
-            self.step(run, batch)
-            self.step(run, next(iter(run)))
+    def step(self, run, batch):
+        super().step(run, batch)
+        super().step(run, next(iter(run)))
 
 
 class Breaks(Program):
     """A loop over epochs, without evaluations."""
 
     doors = "loop"
-
-    def loop(self, run):
-        for _ in range(2):
-            for batch in run:
-                self.step(run, batch)
-                if run.epoch_ended:
-                    break
-
-    evaluation = Program.no_evaluation
+    breaks = True
+    report = evaluation = Program.nothing
 
 
 class MidEpoch(Program):
@@ -959,13 +877,11 @@ class MidEpoch(Program):
 
     doors = "loop"
     flags = {"best": "score", "save_every": 500}
+    report = evaluation = Program.nothing
 
-    def loop(self, run):
-        for batch in run:
-            self.step(run, batch)
-            run.report(score=-abs(run.state.progress.step - 3))
-
-    evaluation = Program.no_evaluation
+    def step(self, run, batch):
+        super().step(run, batch)
+        run.report(score=-abs(run.progress.step - 3))
 
     def check(self, run):
         if weights_of(run, "best")[1]["step"] != 3:
@@ -993,7 +909,7 @@ class Peeks(Program):
 
     def loop(self, run):
         for batch in run:
-            run.step(*self.values(run, batch)["loss"])
+            self.step(run, batch)
             run.evaluate(lambda batch: self.values(run, batch))
 
 
@@ -1045,7 +961,7 @@ def test_a_loop_that_is_left_between_two_pieces_has_saved_the_step_before(tmp_pa
 
         def loop(self, run):
             for batch in run:
-                run.step(*self.values(run, batch)["loss"])
+                self.step(run, batch)
                 self.pieces += 1
                 if self.leaves and self.pieces == 4 * 3 + 2:
                     break

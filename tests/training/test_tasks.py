@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import tasks
 import torch
-from jobs import CLEAN, TESTS, audit
+from jobs import TESTS
 from ranks import fork_ranks
 from refusals import refusal
 from samples import share_of, state_of
-from test_bitwise import run, through_kills
 
 from common.data import batches, load_data
 from common.models import build_model
@@ -136,19 +135,6 @@ def test_every_job_has_the_mean_of_the_full_batch_at_any_world_and_micro_batch(n
         for found, weights in fork_ranks(world, step, name):
             assert found == pytest.approx(loss, rel=1e-12), (world, micro)
             assert_exact(weights, wanted)
-
-
-# ---- the same bits, and no trace of kills -----------------------------------------------------------
-@pytest.mark.parametrize("name", tasks.NAMES)
-def test_a_kill_and_another_world_leave_no_trace_in_the_bits_of_any_job(tmp_path, name):
-    given = {key: value for key, value in vars(options(name)).items() if key in ("task", "model", "dataset")}
-    given |= {"virtual_ranks": 4, "global_batch_size": 11, "audit": True, "epochs": 1, "workers": 0}
-    unbroken = run(tmp_path / "unbroken", 1, given)
-    given["workers"] = 2 if name == "padded" else 0  # which collate what the rank would
-    assert through_kills(tmp_path / "killed", given, [(2, 1, 4, "within")], 3) == unbroken
-    for folder in ("unbroken", "killed"):
-        assert audit(tmp_path / folder) == CLEAN
-    assert "val_loss" in unbroken[1], "the evaluation, to the last bit"
 
 
 # ---- stages and replicas ------------------------------------------------------------------------------
