@@ -26,37 +26,12 @@ def evaluations(run):
     return {row["step"]: row["val_acc"] for row in rows(run) if "val_acc" in row}
 
 
-def killed_and_stopped(job, run, step):
-    """A process is killed at step 10, and one of the next life is stopped at `step`."""
-    kill_at(job, run, 10)
-    kill_at(job, run, step, rank=0, life=1, number=15)
-    job.wait()
-
-
-def test_a_loop_of_ones_own_loses_nothing_through_a_kill_and_another_world(jobs, script, tmp_path):
-    run = tmp_path / "run"
-    killed_and_stopped(jobs.torchrun(2, script), run, 20)
-    jobs.start(script).ends_with(0)
-    assert audit(run) == CLEAN and lives(run)[-1]["world"] == 1
-    assert sorted(evaluations(run)) == [9, 18, 27, 36], "each epoch was reported once, 513 samples by 64"
-    (tmp_path / "run").rename(tmp_path / "killed")
-    jobs.start(script).ends_with(0)
-    assert evaluations(tmp_path / "killed") == pytest.approx(evaluations(run), abs=0.02)
-    assert checkpoints([str(run)]) == 0
-
-
-def test_a_life_that_died_before_its_report_is_followed_by_one_that_does(jobs, script, tmp_path):
-    text = script.read_text()
-    first = "    run.net.eval()\n"
-    script.write_text(text.replace(first, f"{first}    assert sys.argv[1:]\n"))
-    assert "AssertionError" in jobs.start(script).ends_with(2)
-    assert not evaluations(tmp_path / "run")
-    jobs.start(script, "on").ends_with(0)
-    assert sorted(evaluations(tmp_path / "run")) == [9, 18, 27, 36] and audit(tmp_path / "run") == CLEAN
-
-
-def test_its_errors_have_the_exit_codes_of_the_scripts(jobs, script, tmp_path):
-    jobs.start(script).ends_with(0)
+def test_the_example_is_killed_and_its_errors_have_the_exit_codes_of_the_scripts(jobs, script, tmp_path):
+    job = jobs.torchrun(2, script)
+    kill_at(job, tmp_path / "run", 10)
+    job.ends_with(0)
+    assert audit(tmp_path / "run") == CLEAN and checkpoints([f"{tmp_path}/run"]) == 0
+    assert sorted(evaluations(tmp_path / "run")) == [9, 18, 27, 36], "each epoch once, 513 samples by 64"
     for path in (tmp_path / "run/checkpoints").rglob("model.safetensors"):
         path.write_bytes(b"")
     damaged = jobs.start(script).ends_with(3)
@@ -240,7 +215,10 @@ def test_pytorchs_multigpu_example_elsewhere_killed_and_resized_has_the_loss_of_
     where = {"PYTHONPATH": f"{ROOT}:{tmp_path}/theirs", "PYTHONSAFEPATH": "1"}
     assert "done at step 64: val_mse" in jobs.start(script, "whole", "0", cold=True, **where).ends_with(0)
     run = tmp_path / "broken"
-    killed_and_stopped(jobs.torchrun(3, script, "broken", "0.02", **where), run, 40)
+    job = jobs.torchrun(3, script, "broken", "0.02", **where)
+    kill_at(job, run, 10)
+    kill_at(job, run, 40, rank=0, life=1, number=15)
+    job.wait()
     jobs.start(script, "broken", "0", **where).ends_with(0)
     assert audit(run) == CLEAN
     for ours, theirs in zip(rows(run), rows(tmp_path / "whole"), strict=True):
