@@ -4,7 +4,6 @@ differ end the life.
 
 import os
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -97,28 +96,6 @@ def test_of_two_checkpoints_with_one_name_and_other_content_the_second_is_tried_
     assert fork_ranks(3, begin, node_size=1) == [(True, {"step": 1}, told) for told in (1, 0, 0)]
     assert [steps_of(options(tmp_path / f"node{node}")) for node in range(3)] == [[9, 3], [9, 3], [9]]
     assert list((tmp_path / "node0/run/checkpoints").glob("damaged-*"))
-
-
-def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path):
-    opts = options(tmp_path)
-
-    def rescue(world):
-        store, state = started(opts, world)
-        if not store.owns:
-            at_step(state, 3)
-            store.save()  # not an owner: nothing happens
-        commit = store.writer.commit
-        commits = []
-        store.writer.commit = lambda *args: (commits.append(1), time.sleep(0.5), commit(*args))[2]
-        written = announced_rescue(store, 5)
-        world.barrier()
-        owned = store.owns
-        store.close()
-        return owned, bool(written), len(commits)
-
-    owned, written, commits = zip(*fork_ranks(4, rescue, node_size=2), strict=True)
-    assert owned == (True, False, False, False) and sum(written) == sum(commits) == 1
-    assert steps_of(opts) == [5]  # a thousand that save in turn over a network come to their end too late
 
 
 @pytest.mark.parametrize(

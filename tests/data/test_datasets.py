@@ -240,6 +240,17 @@ def test_a_changed_token_or_length_changes_the_fingerprint_and_another_folder_do
     assert len(marks) == 3
 
 
+def test_an_epoch_of_a_text_predicts_every_byte(tmp_path):
+    words = ("the quick brown fox jumps over the lazy dog; " * 60).encode()
+    (tmp_path / "text").write_bytes(words)
+    data = load("text:16", tmp_path / "text")
+    x, y = data.train.fetch(range(len(data.train)))
+    text = words[: len(words) - len(words) // 10]
+    assert bytes(x.flatten().tolist())[: len(text)] == text and x.numel() - len(text) < 16
+    assert bytes(y.flatten().tolist()).startswith(text[1:] + text[:1])
+    assert data.classes == data.vocab == 256 and data.sample_shape == (16,)
+
+
 # ---- all kinds ----
 @pytest.fixture
 def files(tmp_path):

@@ -203,7 +203,7 @@ def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on
 DICTS = f"{TESTS}/tasks.py:padded"
 
 
-def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(jobs, tmp_path):
+def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(jobs, tmp_path, run):
     flags = (
         f"--model={DICTS}_net",
         f"--dataset={DICTS}_data",
@@ -212,7 +212,7 @@ def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(j
         "--max-steps=4",
         "--log-every=1",
         "--no-tensorboard",
-        f"--run-dir={tmp_path}/run",
+        f"--run-dir={run}",
     )
     jobs.torchrun(2, "train_mp.py", *flags, "--stages=1", "--shard=2").ends_with(0)
     job = jobs.torchrun(2, "train_mp.py", *flags, "--stages=2", f"--run-dir={tmp_path}/cut")

@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -190,6 +191,10 @@ def stages(program, given):
     script(program, given, "train_mp.py")
 
 
+def replicas(program, given):
+    script(program, given | {"devices": "cpu,cpu"}, "train_dp.py")
+
+
 def loop(program, given):
     """In Elastic."""
     net = program.made()
@@ -208,7 +213,8 @@ def live(world, program, door, folder, last_call):
 
     def join(opts):
         pinned.pin(opts)
-        return world.in_stages(world.size if opts.script == "mp" else 1)
+        devices = tuple(map(torch.device, opts.devices)) or world.devices
+        return replace(world, devices=devices).in_stages(world.size if opts.script == "mp" else 1)
 
     common.run.join = join
     common.run.leave = lambda world: None  # fork_ranks ends them together
@@ -269,7 +275,7 @@ def check_refusal(program, door, folder, size):
 
 def check_numbers(program, door, folder):
     alone = ((1, 0),)
-    plan = alone if program.refused else LIVES[-1:] if door is stages else LIVES
+    plan = alone if program.refused or door is replicas else LIVES[-1:] if door is stages else LIVES
     found, said = trained(program, door, folder / "killed", plan)
     if not re.search(program.told, said):
         raise Wrong(f"wanted is a line: {program.told}\n{said}")

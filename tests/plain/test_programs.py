@@ -32,6 +32,7 @@ from program import (
     lived,
     loop,
     order,
+    replicas,
     script,
     stages,
     trained,
@@ -408,8 +409,10 @@ class Boxes(Program):
 class Column(Program):
     """Regression of [N, 1]; samples count what they weigh."""
 
+    doors = "script stages replicas loop"
+
     def net(self):
-        return nn.Linear(6, 1)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def sample(self, draws):
         x, _ = super().sample(draws)
@@ -418,6 +421,42 @@ class Column(Program):
     def scores(self, out, y):
         weight = y.sigmoid()
         return {"loss": ((weight * (out - y).square()).sum(), weight.sum())}
+
+
+class ColumnPieces(Column):
+    doors = "script"
+    flags = {"micro_batch_size": 2}
+
+
+class Autoencoder(Program):
+    """Samples are one tensor, without a target."""
+
+    doors = Column.doors
+
+    def net(self):
+        return nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6))
+
+    def sample(self, draws):
+        return super().sample(draws)[0]
+
+    def loss(self, net, batch):
+        return {"loss": (F.mse_loss(net(batch), batch, reduction="sum"), len(batch))}
+
+
+class Parts(Program):
+    """A part of the net is called by itself, too."""
+
+    doors = "script"
+
+    def net(self):
+        return Part(lambda net, x: net.head(x), head=nn.Linear(6, 3))
+
+    def scores(self, out, y):
+        return super().scores(out, y) | {"apart": (out.abs().sum(), len(y))}
+
+    def loss(self, net, batch):
+        x, y = batch
+        return self.scores(net(x) + net.head(x.flip(1)), y)
 
 
 class LabelColumn(Program):
@@ -683,25 +722,6 @@ class SlowAverages(Bf16):
 
 
 # ---- data, flags ------------------------------------------------------------------------------------
-class Bits(Program):
-    """Bytes of 0 and 1, no pictures, under the default task."""
-
-    doors = "script"
-    own = "model dataset optimizer"
-
-    def net(self):
-        return Part(lambda net, x: net.head(x.float()), head=nn.Linear(6, 3))
-
-    def sample(self, draws):
-        x, y = super().sample(draws)
-        return (x > 0).byte(), y
-
-
-class BitTensors(Bits):
-    def given(self):
-        return [column for samples in self.sets() for column in self.collate(samples)]
-
-
 class CollateFn(Program):
     """A collate by its usual name."""
 
@@ -717,19 +737,6 @@ class CollateFn(Program):
         return sets
 
     sets = given
-
-
-class OwnFlips(Program):
-    """A dataset that draws from a generator of its own."""
-
-    told = "another one each time"
-
-    class samples(Samples):
-        draws = numpy.random.default_rng(0)
-
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x.flip(0) if self.draws.random() < 0.5 else x, y
 
 
 class Curriculum(Program):
@@ -864,14 +871,6 @@ class Nested(Program):
         super().step(run, next(iter(run)))
 
 
-class Breaks(Program):
-    """A loop over epochs, without evaluations."""
-
-    doors = "loop"
-    breaks = True
-    report = evaluation = Program.nothing
-
-
 class MidEpoch(Program):
     """The best evaluation is one in the midst of an epoch."""
 
@@ -937,7 +936,7 @@ class Ids(Program):
             marks=[RED(reason=row.red)] * bool(row.red),
         )
         for row in Program.rows
-        for door in (script, stages, loop)
+        for door in (script, stages, replicas, loop)
         if door.__name__ in row.doors
     ],
 )
@@ -976,7 +975,7 @@ def test_a_loop_that_is_left_between_two_pieces_has_saved_the_step_before(tmp_pa
 
 
 @pytest.mark.parametrize("flags", [{}, {"virtual_ranks": 4}], ids=["replica", "slices"])
-def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(flags, tmp_path):
+def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(flags, tmp_path, run):
     class Unreadable(Program):
         class samples(Samples):
             def __getitem__(self, i):
@@ -991,7 +990,7 @@ def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(flags, tmp_p
     program.flags = flags | {"bad_samples": "skip", "keep": 9, "max_steps": 4}
     codes, said, _ = lived(program, loop, tmp_path, 1)
     assert codes == [0], said
-    saved, _ = weights_of(tmp_path / "run", 1)
+    saved, _ = weights_of(run, 1)
     assert not saved["0.running_mean"].any() and not saved["0.num_batches_tracked"], saved
 
 

@@ -84,22 +84,6 @@ def segmentation_net():
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1))
 
 
-# ---- autoencoder: samples are one tensor, without a target ----
-def autoencoder(net, batch):
-    return {"loss": (F.mse_loss(net(batch), batch, reduction="sum"), len(batch))}
-
-
-def autoencoder_data():
-    def make(draw):
-        return torch.rand(6, generator=draw)
-
-    return both(make)
-
-
-def autoencoder_net():
-    return nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6))
-
-
 # ---- dicts of unequal lengths, padded to the longest of a forward, with a mask; -100 does not count ----
 class Words(Drawn):
     def collate(self, samples):
@@ -147,41 +131,3 @@ def padded_data():
 
 def padded_net():
     return Tagger()
-
-
-# ---- distillation: two views of a sample in two calls, a frozen teacher inside the net, several terms ----
-class Pupil(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.pupil = nn.Linear(6, 4)
-        self.teacher = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).requires_grad_(False)
-
-    def forward(self, x):
-        return self.pupil(x)
-
-
-def distillation(net, batch):
-    a, b = batch
-    first = net(a)  # parts of the net may be called, too
-    second = net.pupil(b)
-    with torch.no_grad():
-        wanted = net.teacher(a).log_softmax(1)
-    soft = F.kl_div(first.log_softmax(1), wanted, log_target=True, reduction="sum")
-    apart = -F.cosine_similarity(second, first.detach()).sum()
-    return {"loss": (0.5 * soft + 0.5 * apart, len(a)), "soft": (soft, len(a)), "apart": (apart, len(a))}
-
-
-def distillation_data():
-    def make(draw):
-        x = torch.randn(6, generator=draw)
-        return x + 0.1 * torch.randn(6), x + 0.1 * torch.randn(6)  # augmented: seeded by (seed, epoch, id)
-
-    return both(make)
-
-
-def distillation_net():
-    return Pupil()
-
-
-IN_STAGES = ("regression", "segmentation", "autoencoder")  # one call, one tensor
-NAMES = (*IN_STAGES, "padded", "distillation")

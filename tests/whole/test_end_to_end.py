@@ -5,7 +5,6 @@ step too many would show.
 
 import signal
 import time
-from functools import partial
 
 import pytest
 from jobs import (
@@ -31,11 +30,6 @@ SCRIPTS = {
     "mp": ("train_mp.py", "--devices=cpu,cpu"),
     "ddp": ("train_ddp.py",),
 }
-
-
-@pytest.fixture
-def run(tmp_path):
-    return tmp_path / "run"
 
 
 def assert_same(run, undisturbed, **counts):
@@ -114,8 +108,7 @@ def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run,
     assert_same(run, undisturbed)
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_said(jobs, run, nproc):
+def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_said(jobs, run):
     flags = (
         "--model=mlp",
         f"--dataset={TESTS}/poisoned.py:data",
@@ -124,8 +117,7 @@ def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_sai
         "--no-tensorboard",
         f"--run-dir={run}",
     )
-    start = partial(jobs.torchrun, nproc, restarts=0) if nproc else jobs.python
-    job = start("train_ddp.py", *flags)
+    job = jobs.torchrun(2, "train_ddp.py", *flags, restarts=0)
     assert job.wait() != 0
     assert "sample 37 cannot be read" in job.output, job.output
     assert "sample 37 cannot be read" in str([event["why"] for event in events(run, "error")]), events(run)

@@ -25,7 +25,7 @@ from common.sampler import ElasticSampler
 ELSEWHERE = fenced(section(COMMON, "The result"), "python")[1]
 
 
-def test_a_task_with_a_matrix_trains_and_finish_makes_a_number_of_it(jobs, tmp_path):
+def test_a_task_with_a_matrix_trains_and_finish_makes_a_number_of_it(jobs, tmp_path, run):
     (loss,) = fenced(section(COMMON, "Your net, your data, your loss"), "python")
     data = """
 def net(data):
@@ -39,7 +39,7 @@ def line():
     flags = ["--model=my_own.py:net", "--dataset=my_own.py:line", "--task=my_own.py:loss"]
     words = ["--lr=0.05", "--epochs=30", "--best=-mae", "--run-dir=run", "--no-tensorboard"]
     jobs.python("train_ddp.py", *flags, *words, cwd=tmp_path).ends_with(0)
-    last = rows(tmp_path / "run")[-1]
+    last = rows(run)[-1]
     assert last["val_right"] > 0.8 and 0 < last["val_mae"] < 0.5
 
 

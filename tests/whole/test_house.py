@@ -129,14 +129,6 @@ def test_a_door_hands_out_little_and_only_what_somebody_outside_takes(room):
     assert all(module.startswith(f"common.{room}") for module, _ in imports(HOUSE / room / "__init__.py"))
 
 
-def test_no_circle_of_rooms():
-    arrows = {room: set() for room in HEIGHT}
-    for path in FILES:
-        names = (f"{module}.{name}".split(".") for module, name in imports(path))
-        arrows[room_of(path)] |= {room for top, room, *_ in names if top == "common"} - {room_of(path)}
-    assert {*TopologicalSorter(arrows).static_order()} == {*HEIGHT}
-
-
 @pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
 def test_no_circle_inside_a_room(room):
     files = [path for path in FILES if room_of(path) == room and path.stem != "__init__"]

@@ -124,18 +124,14 @@ def join_on_gpus(world, uuids):
     return str(found.value), {name for name, value in os.environ.items() if value == "0"}, limits
 
 
-def test_when_nccl_meets_torchs_watchdogs_end_no_process():
-    for _, off, _ in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
+def test_when_nccl_meets_torchs_watchdogs_end_no_process_and_the_meeting_has_an_end():
+    for _, off, limits in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
         assert off >= {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING",
             "TORCH_NCCL_RETHROW_CUDA_ERRORS",
             "TORCH_NCCL_ENABLE_MONITORING",
             "TORCH_NCCL_DUMP_ON_TIMEOUT",
         }
-
-
-def test_when_nccl_meets_the_meeting_has_an_end():
-    for *_, limits in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
         assert limits == [(5 * worlds.MEETING.total_seconds(), {"exit": True, "file": 2})]
 
 
