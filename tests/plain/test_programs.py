@@ -759,6 +759,31 @@ class Curriculum(Program):
         return super().plain(epochs)
 
 
+class Skips(Program):
+    """Samples that cannot be read, to train on and to test on."""
+
+    flags = {"bad_samples": "skip"}
+
+    class samples(Samples):
+        def __getitem__(self, i):
+            if i % 5 == 3:
+                raise ValueError("unreadable")
+            return super().__getitem__(i)
+
+    def read(self, ids):
+        return [i for i in ids if i % 5 != 3]
+
+    def plain(self, epochs):
+        return super().plain([map(self.read, batches) for batches in epochs])
+
+    def evaluation(self, net, test):
+        return super().evaluation(net, [test[i] for i in self.read(range(TESTED))])
+
+
+class SkipsSlices(Skips):
+    flags = Skips.flags | {"virtual_ranks": 4}
+
+
 class LittleMemory(Program):
     """A forward of more than eleven samples does not fit; and forwards of three."""
 

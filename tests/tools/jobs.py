@@ -47,6 +47,13 @@ def until(condition, what, deadline=300):
     return value
 
 
+def ran(*words, cwd=ROOT, **env):
+    """What a command did, with what it printed."""
+    words = list(map(str, words))
+    env = os.environ | env
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
 def free_port():
     """Below the ports that the kernel hands out by itself: one of those may be another's a moment later."""
     while True:

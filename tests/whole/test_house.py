@@ -4,12 +4,11 @@ import ast
 import functools
 import os
 import re
-import subprocess
 import sys
 from graphlib import TopologicalSorter
 
 import pytest
-from jobs import ROOT
+from jobs import ROOT, ran
 
 HOUSE = ROOT / "common"
 SCRIPTS = sorted(ROOT.glob("train_*.py"))
@@ -189,7 +188,7 @@ def test_options_and_what_they_need_import_without_torch_or_numpy():
         f"import sys, {', '.join(TORCHLESS)}; print([n for n in ('torch', 'numpy', 'tqdm') if n in "
         f"sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = ran(sys.executable, "-c", code)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
@@ -212,11 +211,5 @@ def test_no_file_names_a_place_of_one_machine():
 @pytest.mark.parametrize("words", ["check --output-format concise", "format --diff"])
 def test_ruff_finds_nothing(words):
     pytest.importorskip("ruff")
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", *words.split(), "--no-cache"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = ran(sys.executable, "-m", "ruff", *words.split(), "--no-cache")
     assert done.returncode == 0, done.stdout + done.stderr
