@@ -231,6 +231,7 @@ def test_shard_amp_micro_batch_size_and_recompute_keep_neither_whole_weights_nor
 
 # ---- the recipe of common/README.md -----------------------------------------------------------------
 def test_shard_a_llama_of_the_readme_is_killed_and_resized_and_has_the_loss_of_one_device(tmp_path):
+    pytest.importorskip("transformers.models.llama.modeling_llama")  # here, once, and not in each rank
     (recipe,) = fenced(section(COMMON, "A net cut into stages"), "python")
     (tmp_path / "my_llama.py").write_text(recipe)
     (tmp_path / "text").write_text(COMMON)

@@ -161,6 +161,8 @@ ANY_WORLD = {
 @pytest.mark.parametrize("case", ANY_WORLD)
 def test_weights_and_metrics_are_the_same_at_any_world(tmp_path, case):
     given, worlds = ANY_WORLD[case]
+    if case == "resnet18":
+        pytest.importorskip("torchvision")  # here, once, and not in each rank
     _, metrics = one_digest(tmp_path, given, worlds)
     if "batch norm" in case:
         assert len(metrics.splitlines()) == 3 * STEPS + 3, "every step logged, every epoch evaluated"

@@ -48,6 +48,7 @@ def tokens(folder):
 
 
 def pictures(folder):
+    pytest.importorskip("torchvision")  # here, once, and not in each rank
     write_images(folder / "data", n=50)
     (folder / "net.py").write_text(
         "from torch import nn\ndef small(data):\n return nn.Sequential("
