@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from jobs import CLEAN, ROOT, audit, kill_at, lives, rows
+from jobs import CLEAN, ROOT, audit, kill_at, lives, rows, steps_on_disk
 from test_readme import COMMON, fenced, section
 
 from common.checkpoint.__main__ import main as checkpoints
@@ -107,10 +107,10 @@ def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, run):
 @pytest.mark.parametrize(
     ("how", "code"), [("break", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", 130)]
 )
-def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, tmp_path, how, code):
+def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, run, how, code):
     change(script, after(STEP, f"if run.state.progress.step == 7: {how}"))
     jobs.start(script).ends_with(code)
-    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000007"]
+    assert steps_on_disk(run) == [7]
 
 
 def test_a_last_save_that_fails_has_its_exit_code(jobs, script):
