@@ -294,7 +294,7 @@ def test_nohup_outlives_sighup_and_after_sigkill_and_ctrl_c_the_same_command_goe
     assert jobs.start(*warm, "--seed", 7).ends_with(2).count("error: ") == 1
 
 
-def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill(jobs, run):
+def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill(jobs, tmp_path):
     """`--node_rank --master_addr --master_port`: what most people type."""
     env = {
         "PET_NNODES": "2",
@@ -308,19 +308,19 @@ def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill
             ROOT / "train_ddp.py",
             *PACED,
             "--run-dir",
-            run,
+            tmp_path / "run",
             PET_NODE_RANK=str(rank),
             **env,
         )
         for rank in (0, 1)
     ]
-    assert kill_at(nodes[0], run, 3)["world"] == 2
+    assert kill_at(nodes[0], tmp_path / "run", 3)["world"] == 2
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
-    assert audit(run) == CLEAN
+    assert audit(tmp_path / "run") == CLEAN
 
 
 @pytest.mark.parametrize("rank, why", [("0", "failed to listen"), ("1", "timed out")])
-def test_machines_with_fixed_numbers_that_cannot_meet_say_why_and_end(jobs, run, rank, why):
+def test_machines_with_fixed_numbers_that_cannot_meet_say_why_and_end(jobs, tmp_path, rank, why):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] if rank == "0" else free_port()
         said = jobs.start(
@@ -333,7 +333,7 @@ def test_machines_with_fixed_numbers_that_cannot_meet_say_why_and_end(jobs, run,
             ROOT / "train_ddp.py",
             *PACED,
             "--run-dir",
-            run,
+            tmp_path / "run",
         ).ends_with(1)
     assert said.count("no rendezvous in") == 1 and why in said and "is that port free" in said, said
     assert len(said.splitlines()) <= 3, said
@@ -346,14 +346,14 @@ def test_a_temporary_folder_with_a_long_name_is_no_obstacle(jobs, tmp_path):
     jobs.start(TORCHRUN, tmp_path / "ends.py", TMPDIR=str(place)).ends_with(0)
 
 
-def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, run):
+def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path):
     text = re.search(r"TORCH_\w+=1 torchrun --nnodes.*\n.*", (ROOT / "train_ddp.py").read_text())[0]
     for old, new in (
         ("\\", ""),
         ("=8", "=1"),
         ("=1:4", "=1:2"),
         ("HOST:29400", f"127.0.0.1:{free_port()}"),
-        ("/shared/run", f"{run}"),
+        ("/shared/run", f"{tmp_path}/run"),
     ):
         text = text.replace(old, new)
     setting, *words = text.split()
@@ -362,9 +362,9 @@ def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torc
     words[at : at + 1] = [*here, ROOT / "train_ddp.py", *PACED, "--epochs=999"]
     env = dict([setting.split("=")], PACE="0.05")
     first = jobs.start(*words, **env)
-    wait_for(run, 2, job=first)
+    wait_for(tmp_path / "run", 2, job=first)
     late = jobs.start(*words, **env)
-    assert wait_for(run, 3, life=1, job=late)["world"] == 2
+    assert wait_for(tmp_path / "run", 3, life=1, job=late)["world"] == 2
     for job in (late, first):
         job.kill(signal.SIGTERM)
         job.wait()
