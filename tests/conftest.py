@@ -90,6 +90,12 @@ def undisturbed(warm, tmp_path_factory):
 
 
 @pytest.fixture
+def run(tmp_path):
+    """The folder of a run."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def jobs(warm):
     """What a test starts; no process of it may outlive the test."""
     from jobs import until

@@ -64,11 +64,7 @@ def assert_same_model(run, other):
 
 def assert_same_weights(run, other):
     assert not [path for path in run.rglob("*") if path.name.startswith(".life")]
-    ours = weights(run)
-    theirs = weights(other)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert (tensor - theirs[name]).abs().max() < 1e-9, name
+    torch.testing.assert_close(weights(run), weights(other), rtol=0, atol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +77,8 @@ def undisturbed_bits(warm, tmp_path_factory):
 
 # ---- 1 -------------------------------------------------------------------------------------------
 def test_no_sample_is_lost_or_repeated_through_any_restarts_and_any_numbers_of_processes(
-    jobs, tmp_path, undisturbed
+    jobs, run, undisturbed
 ):
-    run = tmp_path / "run"
     job = train(jobs, 2, run)
     kill_at(job, run, 3)
     wait_for(run, 6, 1, job)
@@ -112,9 +107,8 @@ def test_no_sample_is_lost_or_repeated_through_any_restarts_and_any_numbers_of_p
     ids=["whole", "stages", "shards"],
 )
 def test_no_step_that_a_survivor_has_finished_is_lost_when_a_process_dies(
-    jobs, tmp_path, undisturbed, script, processes, cut
+    jobs, run, undisturbed, script, processes, cut
 ):
-    run = tmp_path / "run"
     job = train(jobs, processes, run, "--save-every=1000000", "--save-seconds=0", *cut, script=script)
     for life, rank in enumerate((2, 0, 1)):
         kill_at(job, run, 4 + 5 * life, rank, life)
@@ -127,9 +121,8 @@ def test_no_step_that_a_survivor_has_finished_is_lost_when_a_process_dies(
 
 # ---- 3 -------------------------------------------------------------------------------------------
 def test_if_all_processes_die_at_once_the_run_resumes_from_its_last_periodic_checkpoint(
-    jobs, tmp_path, undisturbed
+    jobs, run, undisturbed
 ):
-    run = tmp_path / "run"
     every = 4
     job = train(jobs, 2, run, f"--save-every={every}")
     life = wait_for(run, 7, 0, job)
@@ -146,9 +139,8 @@ def test_if_all_processes_die_at_once_the_run_resumes_from_its_last_periodic_che
 
 # ---- 4 -------------------------------------------------------------------------------------------
 def test_the_model_is_the_same_bit_for_bit_at_any_world_and_stages_after_any_kills(
-    jobs, tmp_path, undisturbed_bits
+    jobs, run, undisturbed_bits
 ):
-    run = tmp_path / "run"
     job = train(jobs, 3, run, *BITS)
     kill_at(job, run, 5)
     wait_for(run, 9, 1, job)
@@ -163,9 +155,8 @@ def test_the_model_is_the_same_bit_for_bit_at_any_world_and_stages_after_any_kil
 
 # ---- 5 -------------------------------------------------------------------------------------------
 def test_no_checkpoint_is_half_written_when_everything_dies_in_the_middle_of_saves(
-    jobs, tmp_path, undisturbed_bits
+    jobs, run, undisturbed_bits
 ):
-    run = tmp_path / "run"
     moment = random.Random(5)
     for life in range(5):
         job = jobs.python("train_ddp.py", *PACED, *BITS, f"--run-dir={run}", "--save-every=1", "--keep=4")
@@ -179,8 +170,7 @@ def test_no_checkpoint_is_half_written_when_everything_dies_in_the_middle_of_sav
     assert digest_of(jobs, run) == undisturbed_bits[1]
 
 
-def test_a_damaged_checkpoint_is_never_used(jobs, tmp_path, undisturbed_bits):
-    run = tmp_path / "run"
+def test_a_damaged_checkpoint_is_never_used(jobs, tmp_path, run, undisturbed_bits):
     chance = random.Random(5)
     complete(
         jobs.python("train_ddp.py", *PACED, *BITS, f"--run-dir={run}", "--save-every=9", "--keep=2", PACE="0")
@@ -232,10 +222,9 @@ def data():
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
 def test_the_gradient_is_the_mean_over_the_real_samples_and_evaluation_counts_each_sample_once(
-    jobs, tmp_path, processes
+    jobs, tmp_path, run, processes
 ):
     file = tmp_path / "linear.py"
-    run = tmp_path / "run"
     own = {}
     file.write_text(LINEAR)
     complete(
@@ -271,8 +260,7 @@ def test_the_gradient_is_the_mean_over_the_real_samples_and_evaluation_counts_ea
 
 
 # ---- 7 -------------------------------------------------------------------------------------------
-def test_any_segment_of_a_run_can_be_made_again_with_any_number_of_processes(jobs, tmp_path):
-    run = tmp_path / "run"
+def test_any_segment_of_a_run_can_be_made_again_with_any_number_of_processes(jobs, run):
     flags = (*BITS, "--save-every=8", "--keep-every=8")
     job = train(jobs, 3, run, *flags)
     kill_at(job, run, 5, rank=0)
@@ -309,9 +297,8 @@ def rate(step, total, opts):
 
 
 @pytest.mark.parametrize("cheat", ["checkpoint", "rate", "sample"])
-def test_a_forged_checkpoint_a_changed_rate_and_a_swapped_sample_are_found(jobs, tmp_path, cheat):
+def test_a_forged_checkpoint_a_changed_rate_and_a_swapped_sample_are_found(jobs, tmp_path, run, cheat):
     file = tmp_path / "cheat.py"
-    run = tmp_path / "run"
     other = tmp_path / "other"
     file.write_text(CHEAT)
     flags = (
@@ -383,8 +370,7 @@ class Bomb:
         return os.system, (f"touch {self.canary}",)
 
 
-def test_resuming_never_runs_code_from_a_file(jobs, tmp_path):
-    run = tmp_path / "run"
+def test_resuming_never_runs_code_from_a_file(jobs, tmp_path, run):
     canary = tmp_path / "canary"
     bomb = pickle.dumps(Bomb(canary))
     complete(

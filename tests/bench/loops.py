@@ -19,7 +19,6 @@ import itertools
 import os
 import runpy
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import numpy as np
 import torch
 import torch._dynamo  # DDP imports it: here once, and not in every turn
 import torch.nn.functional as F
+from jobs import free_port
 from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -215,11 +215,6 @@ def turn(rank, name, whose, folder, device, port):
 
 def ranks_on(device):
     return 2 if device == "cpu" else 1
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def loop(name, rounds, folder, device):

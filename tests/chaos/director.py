@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jobs import PACED, TESTS, lives, reached, until
+from jobs import PACED, TESTS, lives, reached, steps_on_disk, until
 
 from tests.chaos import EPOCH, HANG, RECOVERY, checks, events, points_names
 from tests.chaos.cluster import Cluster
@@ -208,7 +208,7 @@ class Campaign(Strikes):
         return reached(self.run) if lives(self.run) else 0
 
     def step_on_disk(self):
-        return max([int(p.name[5:13]) for p in (self.run / "checkpoints").glob("step-*")], default=-1)
+        return max(steps_on_disk(self.run), default=-1)
 
     def over(self):
         """Nothing more happens by itself: the submission has ended, or the last step is on the disk."""

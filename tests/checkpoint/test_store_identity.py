@@ -15,12 +15,6 @@ from common.checkpoint.disk import sealed
 from common.world import fingerprint_of
 
 
-def test_contradicting_options_are_refused_with_both_values(tmp_path):
-    two_checkpoints(tmp_path)
-    text = refused(options(tmp_path, seed=4, lr=0.5), "--seed was 0, now 4")
-    assert "--lr was 0.001, now 0.5" in text
-
-
 def test_a_folder_in_which_nothing_was_saved_is_bound_to_nothing(tmp_path):
     opts = options(tmp_path)
     with a_life(opts):

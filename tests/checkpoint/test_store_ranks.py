@@ -4,7 +4,6 @@ differ end the life.
 
 import os
 import re
-import time
 from dataclasses import replace
 from hashlib import sha256
 from types import SimpleNamespace
@@ -171,28 +170,6 @@ def test_what_a_rank_takes_unhashed_is_compared_with_what_others_hashed(tmp_path
             return misreads, step, is_at(life.state, step)
 
     assert fork_ranks(2, begin) == [([], 1 if share == "its own" else 2, True)] * 2
-
-
-def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path):
-    opts = options(tmp_path)
-
-    def rescue(world):
-        store, state = started(opts, world)
-        if not store.owns:
-            at_step(state, 3)
-            store.save()  # not an owner: nothing happens
-        commit = store.writer.commit
-        commits = []
-        store.writer.commit = lambda *args: (commits.append(1), time.sleep(0.5), commit(*args))[2]
-        written = announced_rescue(store, 5)
-        world.barrier()
-        owned = store.owns
-        store.close()
-        return owned, bool(written), len(commits)
-
-    owned, written, commits = zip(*fork_ranks(4, rescue, node_size=2), strict=True)
-    assert owned == (True, False, False, False) and sum(written) == sum(commits) == 1
-    assert steps_of(opts) == [5]  # a thousand that save in turn over a network come to their end too late
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ again, and says so.
 import pytest
 from jobs import CLEAN
 from stores import a_life, at_step, is_at, options, refused, save, steps_of, two_checkpoints
-from test_audit import BATCH, SEED, N
+from test_audit import BATCH, N, live
 
-from common.ledger import Audit, Ledger, audit
-from common.sampler import ElasticSampler
+from common.ledger import audit
 
 OTHER = "0" * 64
 
@@ -82,43 +81,16 @@ def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(
     assert len(said) == (not position) and all("begins again" in text for text in said)
 
 
-def a_life_of(run, life, n, resumed, until, position, epoch=0):
-    Ledger(run).event(
-        "life",
-        life=life,
-        world=1,
-        step=resumed,
-        epoch=epoch,
-        position=position,
-        n=n,
-        seed=SEED,
-        global_batch_size=BATCH,
-        stages=1,
-    )
-    log = Audit(run, life, 0)
-    order = ElasticSampler(n, BATCH, seed=SEED)
-    step = resumed
-    while step < until:
-        order.set_epoch(epoch, position)
-        for ids in order:
-            if step < until:
-                step += 1
-                log.begin(step, ids)
-                log.done(step)
-        epoch += 1
-        position = 0
-
-
 def test_the_audit_knows_where_an_epoch_began_again_and_finds_what_did_not(tmp_path):
-    a_life_of(tmp_path, "aa", N, 0, 9, 0)  # 7 steps an epoch
-    a_life_of(tmp_path, "bb", N - 1, 9, 9, 0, epoch=1)  # came to nothing
-    a_life_of(tmp_path, "cc", N - 1, 9, 18, 0, epoch=1)
+    live(tmp_path, "aa", 1, 0, 9)  # 7 steps an epoch
+    live(tmp_path, "bb", 1, 9, 9, n=N - 1, at=(1, 0))  # came to nothing
+    live(tmp_path, "cc", 1, 9, 18, n=N - 1, at=(1, 0))
     assert audit(tmp_path) == CLEAN
     # as if the place in one order were one in another
-    a_life_of(tmp_path, "dd", N - 20, 18, 24, 2 * BATCH, epoch=2)
+    live(tmp_path, "dd", 1, 18, 24, n=N - 20, at=(2, 2 * BATCH))
     assert audit(tmp_path)["missed"] and audit(tmp_path)["repeated"]
 
 
 def test_the_audit_of_a_run_that_took_over_another_ones_steps_counts_from_where_it_began(tmp_path):
-    a_life_of(tmp_path, "aa", N, 9, 20, 0, epoch=1)  # with a step more than these samples take
+    live(tmp_path, "aa", 1, 9, 20, at=(1, 0))  # with a step more than these samples take
     assert audit(tmp_path) == CLEAN

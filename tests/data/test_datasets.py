@@ -240,6 +240,16 @@ def test_a_changed_token_or_length_changes_the_fingerprint_and_another_folder_do
     assert len(marks) == 3
 
 
+def test_a_text_is_its_bytes_of_which_the_last_tenth_is_the_test_set(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(200)))
+    data = load("text:8", tmp_path / "text")
+    trained, tested = (
+        split.fetch(range(len(split)))[0].unique().tolist() for split in (data.train, data.test)
+    )
+    assert trained == [*range(180)] and tested == [*range(180, 196)]
+    assert data.classes == data.vocab == 256 and data.sample_shape == (8,)
+
+
 # ---- all kinds ----
 @pytest.fixture
 def files(tmp_path):

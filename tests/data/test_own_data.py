@@ -44,17 +44,6 @@ def both(text):
     return f"{text}\ndef make(): return It(20), It(8)\n"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_users_datasets_are_trained_on(tmp_path, workers):
-    opts = options(mine(tmp_path, "def make(): return Rows(6), Rows(3)"), workers=workers)
-    data = load_data(opts)
-    assert (data.classes, data.sample_shape, len(data.test)) == (3, (6,), 3)
-    (batch,) = batches(data.train, ElasticSampler(data.train, 6), opts)
-    assert sorted(batch.ids) == list(range(6)) and batch.x.dtype == torch.float32
-    for id, x, y in zip(batch.ids, batch.x, batch.y, strict=True):
-        assert torch.equal(x, torch.rand(6, generator=torch.Generator().manual_seed(id))) and y == id % 3
-
-
 @pytest.mark.parametrize(
     "text, shape, classes, vocab",
     [
@@ -179,7 +168,7 @@ def test_what_a_users_function_draws_is_the_same_on_every_rank_and_at_every_star
 
 
 def test_data_that_differs_between_ranks_is_refused_at_the_first_start_with_the_advice_to_seed_it(
-    jobs, tmp_path
+    jobs, tmp_path, run
 ):
     name = mine(tmp_path, DRAWN.format(draw="torch.tensor(np.random.default_rng().random((9, 6))).float()"))
     for launcher in ("torchrun", ROOT / "launch/torchrun.py"):
@@ -189,7 +178,7 @@ def test_data_that_differs_between_ranks_is_refused_at_the_first_start_with_the_
             ROOT / "train_ddp.py",
             "--model=mlp",
             f"--dataset={name}",
-            f"--run-dir={tmp_path}/run",
+            f"--run-dir={run}",
         )
         assert job.wait() and "rank 0 has data" in job.output, job.output
         assert "seed what is drawn" in job.output and "numpy.random.default_rng(0)" in job.output

@@ -55,13 +55,13 @@ def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence(monke
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_signal_to_a_worker_alone_is_no_signal_to_its_rank(name, tmp_path):
+def test_a_signal_to_a_worker_alone_is_no_signal_to_its_rank(name, run):
     """A forked process inherits the wake-up pipe of its rank's Rescue: the rank would believe that it was
     asked to stop.
     """
 
     def live(world):
-        state, store = a_run(world, tmp_path / "run")
+        state, store = a_run(world, run)
         with Rescue(store) as rescue:
             drain(
                 trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)), workers=1

@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import io
 import os
 import pickle
 import signal
@@ -18,7 +17,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
 
-from launch.agent import Agent, Known, trust_little
+from launch.agent import Agent, trust_little
 
 DIES = """
 import os, signal
@@ -299,20 +298,9 @@ class Evil:
         return os.mkdir, (f"{os.getcwd()}/run",)
 
 
-def test_a_strangers_pickle_runs_no_code_in_the_agents_and_their_own_are_read(tmp_path):
-    state = dynamic_rendezvous._RendezvousState()
-    node = dynamic_rendezvous._NodeDesc("one", 1, 2)
-    state.participants[node] = 0
-    state.wait_list.add(node)
-    state.last_heartbeats[node] = datetime.now(timezone.utc)
-    read = Known(io.BytesIO(pickle.dumps(state))).load()
-    assert vars(read) == vars(state)
-    with pytest.raises(pickle.UnpicklingError, match="mkdir is no part of a rendezvous"):
-        Known(io.BytesIO(pickle.dumps(Evil()))).load()
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_strangers_pickle_in_the_store_ends_the_agent_with_a_line(jobs, place, waits, tmp_path):
+def test_a_strangers_pickle_in_the_store_runs_no_code_and_ends_the_agent_with_a_line(
+    jobs, place, waits, tmp_path
+):
     node = machine(jobs, place, waits)
     begun(waits, 1, 1)
     state = base64.b64encode(pickle.dumps(Evil())).decode()

@@ -14,33 +14,35 @@ from common.sampler import ElasticSampler
 N, BATCH, SEED = 50, 8, 3  # 7 steps an epoch, the last with 2 samples
 
 
-def live(run, life, world, resumed, until, behind=0, dies_in=None):
+def live(run, life, world, resumed, until, behind=0, dies_in=None, n=N, at=None):
     """Write what a life of `world` ranks writes that resumes at one step and finishes step `until`.
 
     The last `behind` ranks do not finish step `until`; in step `dies_in` all ranks begin and none finishes.
+    `at`: its epoch and position, if they are not those of an unbroken run.
     """
-    epoch, batch = divmod(resumed, -(-N // BATCH))
+    steps = -(-n // BATCH)
+    epoch, position = at or (resumed // steps, resumed % steps * BATCH)
     Ledger(run).event(
         "life",
         life=life,
         world=world,
         step=resumed,
         epoch=epoch,
-        position=batch * BATCH,
-        n=N,
+        position=position,
+        n=n,
         seed=SEED,
         global_batch_size=BATCH,
         stages=1,
     )
     for rank in range(world):
         log = Audit(run, life, rank)
-        order = ElasticSampler(N, BATCH, rank, world, SEED)
-        step = 0
-        for epoch in range(4):
-            order.set_epoch(epoch)
+        order = ElasticSampler(n, BATCH, rank, world, SEED)
+        step = resumed
+        for each in range(epoch, 5):
+            order.set_epoch(each, position if each == epoch else 0)
             for ids in order:
                 step += 1
-                if resumed < step <= max(until, dies_in or 0):
+                if step <= max(until, dies_in or 0):
                     log.begin(step, ids)
                     if step <= until - (rank >= world - behind):
                         log.done(step)

@@ -1,12 +1,11 @@
 """`load(RUN)`: the net of a run in one line, as a notebook has it."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from jobs import ROOT
+from jobs import ROOT, ran
 from refusals import refusal
 from test_bitwise import run
 
@@ -92,14 +91,7 @@ def test_a_file_that_the_caller_does_not_know_runs_only_if_it_is_named(tmp_path,
 def test_a_net_trained_in_stages_is_loaded_whole_without_torchrun_or_a_word(tmp_path):
     run(tmp_path / "run", 2, ROWS | {"model": "mlp", "script": "mp", "stages": 2, "epochs": 1}, train_mp)
     code = f"from common.models import load; print(load({str(tmp_path / 'run')!r})[1].weight.shape)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=dict(os.environ, PYTHONPATH=str(ROOT)),
-    )
+    done = ran(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert (done.stdout, done.stderr) == ("torch.Size([5, 4])\n", "")
 
 

@@ -1,8 +1,8 @@
 """Stages over ranks, to the last bit: one digest at any number of stages and of replicas, that of
 train_ddp.py --virtual-ranks.
 
-And what stages must agree on: a step that overflows in one of them, foreign weights of which each takes its
-own, and a step that somebody's death cuts off between the last gradient and the first update.
+And what stages must agree on: a step that overflows in one of them, and a step that somebody's death cuts off
+between the last gradient and the first update.
 """
 
 import json
@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import fake_generators
+from jobs import steps_on_disk
 from ranks import fork_ranks
 from samples import Samples, state_of
 from test_bitwise import CNN, NETS, batch_at, life, options, run
 
 import train_mp
 from common.models import build_model
-from common.options import Options
 from common.pipeline import backward, split
 from common.pipeline.transfer import Ranks
 from common.training import backward as whole_backward
@@ -39,10 +39,6 @@ GPT = {
     "epochs": 2,
 }
 MP = {"script": "mp", "hang_timeout": 20}
-
-
-def newest(folder):
-    return max(int(path.name[5:13]) for path in (folder / "checkpoints").glob("step-*"))
 
 
 def pictures():
@@ -175,21 +171,6 @@ def test_a_step_that_overflows_on_one_rank_or_in_one_stage_is_skipped_by_all():
         assert {n: t for _, mine in ranks for n, t in mine.items()} == weights
 
 
-# ---- foreign weights ------------------------------------------------------------------------------
-def test_each_stage_takes_its_own_of_foreign_weights_and_refuses_those_of_another_net(tmp_path, capfd):
-    net = build_model(Options(model=CNN["model"], seed=77), pictures())
-    weights = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
-    given = CNN | {"epochs": 1, "init_from": f"{tmp_path}/foreign.pt"}
-    torch.save(weights, tmp_path / "foreign.pt")
-    ddp = run(tmp_path / "ddp", 1, given)
-    assert run(tmp_path / "mp", 3, given | MP, train_mp) == ddp
-    assert run(tmp_path / "other", 1, given | {"init_from": ""}) != ddp
-    del weights["module.0.weight"]
-    torch.save(weights, tmp_path / "foreign.pt")
-    ends = fork_ranks(2, life, train_mp, options(tmp_path / "run", given | MP), may_die=range(2))
-    assert ends == [2, 2] and "1 tensors do not fit this model" in capfd.readouterr().err
-
-
 ASKS_AND_TOTALS = torch.int32, torch.float64
 
 
@@ -220,7 +201,7 @@ def cut_off(world, opts, step, passes):
 def test_a_death_before_the_update_costs_no_step_whether_or_not_a_stage_has_made_it(tmp_path, passes):
     given = CNN | MP | {"stages": 2, "epochs": 2, "save_every": 100}
     fork_ranks(4, cut_off, options(tmp_path / "run", given), 3, passes, may_die=range(4))
-    assert newest(tmp_path / "run") == 3
+    assert steps_on_disk(tmp_path / "run")[-1] == 3
     assert (
         run(tmp_path / "run", 2, given | MP, train_mp)[0]
         == run(tmp_path / "unbroken", 1, CNN | {"epochs": 2})[0]

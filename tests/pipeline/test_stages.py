@@ -1,18 +1,16 @@
 """A net in stages computes what the whole one does: any cut, over ranks or devices, ragged shares too."""
 
-import signal
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import PACED, TESTS, audit, lives, reached, wait_for, weights
+from jobs import TESTS
 from ranks import fork_ranks
 from refusals import refusal
 from samples import Samples, state_of
 from torch import nn
-from torch.testing import assert_close
 
 from common.data import batches
 from common.models import build_model
@@ -205,7 +203,7 @@ def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on
 DICTS = f"{TESTS}/tasks.py:padded"
 
 
-def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(jobs, tmp_path):
+def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(jobs, tmp_path, run):
     flags = (
         f"--model={DICTS}_net",
         f"--dataset={DICTS}_data",
@@ -214,7 +212,7 @@ def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(j
         "--max-steps=4",
         "--log-every=1",
         "--no-tensorboard",
-        f"--run-dir={tmp_path}/run",
+        f"--run-dir={run}",
     )
     jobs.torchrun(2, "train_mp.py", *flags, "--stages=1", "--shard=2").ends_with(0)
     job = jobs.torchrun(2, "train_mp.py", *flags, "--stages=2", f"--run-dir={tmp_path}/cut")
@@ -229,48 +227,6 @@ def test_stages_that_pass_on_another_shape_than_at_the_start_are_refused():
     for other in (torch.zeros(2, 3), torch.zeros(2, 4).double()):
         with refusal("in stages all batches have one shape"):
             transfer.move(give=(1, other))
-
-
-# ---- elastic: the same checkpoint whatever the cut ------------------------------------------------
-def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(jobs, tmp_path):
-    deep = (*PACED, f"--model={TESTS}/paced.py:deep", "--micro-batch-size=4")
-    alone = tmp_path / "alone"
-    run = tmp_path / "run"
-
-    def uncut(folder, script="train_ddp.py", *flags):
-        jobs.python(script, *deep, f"--run-dir={folder}", *flags, PACE="0").ends_with(0)
-
-    def start(*flags):
-        return jobs.torchrun(4, "train_mp.py", *deep, f"--run-dir={run}", *flags)
-
-    def stop(job):
-        job.kill(signal.SIGTERM)  # each stage writes its part
-        job.wait()
-        return reached(run)
-
-    uncut(alone)
-    job = start("--save-every=2")
-    # no replica of this stage is left: the periodic save stands
-    jobs.kill(wait_for(run, 5, job=job)["pids"][1])
-    wait_for(run, 7, 1, job)
-    stopped = stop(job)
-    job = start("--stages=2")
-    life = wait_for(run, stopped + 2, 2, job)
-    assert life["step"] == stopped
-    jobs.kill(life["pids"][3])  # stage 1 lives on in rank 1: the survivors' rescue is whole
-    wait_for(run, stopped + 4, 3, job)
-    stop(job)
-    assert audit(run)["lost"] <= 5  # two steps of the interval, one save under way, and see below
-    assert lives(run)[3]["step"] >= life["step"] + 1  # or the step it died in, if one stage had made it
-    job = start("--stages=2", "--shard=2", "--recompute")
-    wait_for(run, lives(run)[-1]["step"] + 3, 4, job)
-    stopped = stop(job)
-    uncut(run, "train_mp.py", "--stages=1", "--shard=2", f"--max-steps={stopped + 1}")
-    uncut(run)
-    assert lives(run)[5]["step"] == stopped
-    counts = audit(run)
-    assert counts["missed"] == counts["repeated"] == 0
-    assert_close(weights(run), weights(alone), rtol=0, atol=1e-9)
 
 
 # ---- optimizers of sharded weights -----------------------------------------------------------------

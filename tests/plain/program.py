@@ -56,6 +56,7 @@ class Program:
     lives = (1, 4), (3, 5), (2, 0)  # (processes, the call of the net in which the last of them is killed)
     device = "cpu"
     told = ""  # what a warning says: then the numbers may be others
+    breaks = False  # the loop over batches is left at the end of each epoch
     red = ""  # the finding that it waits for
 
     def __init_subclass__(cls):
@@ -90,14 +91,20 @@ class Program:
         """What the loop does after a step."""
 
     def loop(self, run):
-        for batch in run:
-            self.step(run, batch)
-            self.after(run.net, run.optimizer, run.state.progress.step)
-            if run.epoch_ended:
-                run.report(**run.evaluate(lambda batch: self.values(run, batch)))
+        for _ in range(3 if self.breaks else 1):
+            for batch in run:
+                self.step(run, batch)
+                self.after(run.net, run.optimizer, run.progress.step)
+                if run.epoch_ended:
+                    self.report(run)
+                    if self.breaks:
+                        break
 
     def step(self, run, batch):
         run.step(*self.values(run, batch)["loss"])
+
+    def report(self, run):
+        run.report(**run.evaluate(lambda batch: self.values(run, batch)))
 
     def values(self, run, batch):
         return self.loss(run.model, batch.data)
@@ -168,7 +175,7 @@ class Program:
                 sums[name] = sums.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
         return [(name, total / count) for name, (total, count) in sums.items()]
 
-    def no_evaluation(self, *_):
+    def nothing(self, *_):
         return []
 
 
@@ -183,6 +190,10 @@ def script(program, given, name="train_ddp.py"):
 
 def stages(program, given):
     script(program, given, "train_mp.py")
+
+
+def replicas(program, given):
+    script(program, given | {"devices": "cpu,cpu"}, "train_dp.py")
 
 
 def loop(program, given):
@@ -205,7 +216,8 @@ def live(world, program, door, folder, last_call):
 
     def join(opts):
         pinned.pin(opts)
-        return world.in_stages(world.size if opts.script == "mp" else 1)
+        devices = tuple(map(torch.device, opts.devices)) or world.devices
+        return replace(world, devices=devices).in_stages(world.size if opts.script == "mp" else 1)
 
     common.run.join = join
     common.run.leave = lambda world: None  # fork_ranks ends them together
@@ -267,7 +279,11 @@ def check_refusal(program, door, folder, size):
 
 def check_numbers(program, door, folder):
     alone = ((1, 0),)
-    plan = alone if program.refused else program.lives[-1:] if door is stages else program.lives
+    plan = program.lives
+    if program.refused or door is replicas:
+        plan = alone
+    elif door is stages:
+        plan = program.lives[-1:]
     found, said = trained(program, door, folder / "killed", plan)
     if not re.search(program.told, said):
         raise Wrong(f"wanted is a line: {program.told}\n{said}")

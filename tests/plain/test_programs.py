@@ -32,6 +32,7 @@ from program import (
     lived,
     loop,
     order,
+    replicas,
     script,
     stages,
     trained,
@@ -186,6 +187,20 @@ class CausalTask(CausalWords):
     refused = "shift"
 
 
+class CausalWindows(CausalTask):
+    """The data shifts."""
+
+    flags = CausalTask.flags | {"virtual_ranks": 4}
+    refused = ""
+
+    def sample(self, draws):
+        words = super().sample(draws)["labels"]
+        return {"input_ids": words[:-1], "labels": words[1:]}
+
+    def loss(self, net, batch):
+        return self.scores(net(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())
+
+
 class AmpOutput(Labels):
     """A ModelOutput; the loss is float32 in a plain loop."""
 
@@ -195,11 +210,6 @@ class AmpOutput(Labels):
 
 
 # ---- optimizers -------------------------------------------------------------------------------------
-class Dampened(Program):
-    arguments = {"momentum": 0.9, "dampening": 0.5}
-    refused = "dampening"
-
-
 class MuonAndAdamW(Program):
     class kind(torch.optim.Optimizer):
         def __init__(self, weights, rate, **_):
@@ -229,41 +239,6 @@ class HeldInTuple(MuonAndAdamW):
                 part.step()
 
 
-class Counter(Program):
-    """An optimizer that counts on itself."""
-
-    refused = "ticks"
-
-    class kind(torch.optim.SGD):
-        ticks = 0
-
-        def step(self):
-            self.ticks += 1
-            super().step()
-
-
-class Lookahead(Program):
-    """An optimizer that keeps tensors on itself."""
-
-    refused = "slow"
-
-    class kind(torch.optim.SGD):
-        def step(self):
-            super().step()
-            self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
-
-
-class AverageState(Program):
-    """An optimizer whose state has the key of --ema-decay."""
-
-    refused = "ema"
-
-    class kind(torch.optim.SGD):
-        def step(self):
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["ema"] = p.detach().clone()
-
-
 class Clipped(Program):
     """By value, in a hook of the optimizer."""
 
@@ -283,25 +258,6 @@ class ClippedEach(Program):
         for p in net.parameters():
             p.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
         return net
-
-
-class Lbfgs(Program):
-    refused = "closure"
-    kind = torch.optim.LBFGS
-    arguments = {}
-
-
-class FirstGradient(Program):
-    """An optimizer whose mean begins with the first gradient."""
-
-    refused = "first"
-
-    class kind(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self):
-            for p in self.param_groups[0]["params"]:
-                mean = self.state[p].setdefault("mean", p.grad.clone())
-                p.sub_(mean.lerp_(p.grad, 0.1), alpha=self.param_groups[0]["lr"])
 
 
 class Langevin(Program):
@@ -420,15 +376,6 @@ class Arcface(Program):
         return super().scores(out @ self.centers, y)
 
 
-class Mean(Program):
-    """A mean, with a count beside it."""
-
-    refused = "the loss is a mean"
-
-    def scores(self, out, y):
-        return {"loss": (F.cross_entropy(out, y), len(y))}
-
-
 class Slope(Program):
     """A gradient of a gradient, in the evaluation too; and two forwards."""
 
@@ -462,8 +409,10 @@ class Boxes(Program):
 class Column(Program):
     """Regression of [N, 1]; samples count what they weigh."""
 
+    doors = "script stages replicas loop"
+
     def net(self):
-        return nn.Linear(6, 1)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def sample(self, draws):
         x, _ = super().sample(draws)
@@ -472,6 +421,42 @@ class Column(Program):
     def scores(self, out, y):
         weight = y.sigmoid()
         return {"loss": ((weight * (out - y).square()).sum(), weight.sum())}
+
+
+class ColumnPieces(Column):
+    doors = "script"
+    flags = {"micro_batch_size": 2}
+
+
+class Autoencoder(Program):
+    """Samples are one tensor, without a target."""
+
+    doors = Column.doors
+
+    def net(self):
+        return nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6))
+
+    def sample(self, draws):
+        return super().sample(draws)[0]
+
+    def loss(self, net, batch):
+        return {"loss": (F.mse_loss(net(batch), batch, reduction="sum"), len(batch))}
+
+
+class Parts(Program):
+    """A part of the net is called by itself, too."""
+
+    doors = "script"
+
+    def net(self):
+        return Part(lambda net, x: net.head(x), head=nn.Linear(6, 3))
+
+    def scores(self, out, y):
+        return super().scores(out, y) | {"apart": (out.abs().sum(), len(y))}
+
+    def loss(self, net, batch):
+        x, y = batch
+        return self.scores(net(x) + net.head(x.flip(1)), y)
 
 
 class LabelColumn(Program):
@@ -616,17 +601,8 @@ class AnnealedBreaks(Annealed):
     """The loop over batches is left at the end of each epoch."""
 
     flags = {"virtual_ranks": 4}
-
-    def loop(self, run):
-        for _ in range(3):
-            for batch in run:
-                run.step(*self.values(run, batch)["loss"])
-                self.after(run.net, run.optimizer, run.progress.step)
-                if run.epoch_ended:
-                    break
-
-    def evaluation(self, *_):
-        return []
+    breaks = True
+    report = evaluation = Program.nothing
 
 
 class AnnealedByHook(Annealed):
@@ -687,14 +663,7 @@ class Unreported(Teacher):
 class UnreportedBreaks(Unreported):
     """The report that was due is followed by a break, too."""
 
-    def loop(self, run):
-        for _ in range(3):
-            for batch in run:
-                run.step(*self.values(run, batch)["loss"])
-                self.after(run.net, run.optimizer, run.progress.step)
-                if run.epoch_ended:
-                    run.report(**run.evaluate(lambda batch: self.values(run, batch)))
-                    break
+    breaks = True
 
 
 class BufferTeacher(Teacher):
@@ -745,8 +714,7 @@ class SlowAverages(Bf16):
     """A step of an average is less than half a unit of 16 bits."""
 
     flags = {"ema_decay": 0.999}
-
-    evaluation = Program.no_evaluation
+    evaluation = Program.nothing
 
     def check(self, run):
         if (weights(run)["optimizer 2.bias/ema"] == self.made()[2].bias).all():
@@ -754,25 +722,6 @@ class SlowAverages(Bf16):
 
 
 # ---- data, flags ------------------------------------------------------------------------------------
-class Bits(Program):
-    """Bytes of 0 and 1, no pictures, under the default task."""
-
-    doors = "script"
-    own = "model dataset optimizer"
-
-    def net(self):
-        return Part(lambda net, x: net.head(x.float()), head=nn.Linear(6, 3))
-
-    def sample(self, draws):
-        x, y = super().sample(draws)
-        return (x > 0).byte(), y
-
-
-class BitTensors(Bits):
-    def given(self):
-        return [column for samples in self.sets() for column in self.collate(samples)]
-
-
 class CollateFn(Program):
     """A collate by its usual name."""
 
@@ -788,19 +737,6 @@ class CollateFn(Program):
         return sets
 
     sets = given
-
-
-class OwnFlips(Program):
-    """A dataset that draws from a generator of its own."""
-
-    told = "another one each time"
-
-    class samples(Samples):
-        draws = numpy.random.default_rng(0)
-
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x.flip(0) if self.draws.random() < 0.5 else x, y
 
 
 class Curriculum(Program):
@@ -821,6 +757,31 @@ class Curriculum(Program):
         self.sets = lambda: (train, test)
         self.after = lambda net, optimizer, step: train.set_epoch(step // len(epochs[0]))
         return super().plain(epochs)
+
+
+class Skips(Program):
+    """Samples that cannot be read, to train on and to test on."""
+
+    flags = {"bad_samples": "skip"}
+
+    class samples(Samples):
+        def __getitem__(self, i):
+            if i % 5 == 3:
+                raise ValueError("unreadable")
+            return super().__getitem__(i)
+
+    def read(self, ids):
+        return [i for i in ids if i % 5 != 3]
+
+    def plain(self, epochs):
+        return super().plain([map(self.read, batches) for batches in epochs])
+
+    def evaluation(self, net, test):
+        return super().evaluation(net, [test[i] for i in self.read(range(TESTED))])
+
+
+class SkipsSlices(Skips):
+    flags = Skips.flags | {"virtual_ranks": 4}
 
 
 class LittleMemory(Program):
@@ -861,13 +822,11 @@ class Reported(Clamped):
 
     flags = {"best": "score"}
 
-    def loop(self, run):
-        for batch in run:
-            self.step(run, batch)
-            run.report(score=run.state.progress.step)
-            self.after(run.net, run.optimizer, run.state.progress.step)
+    report = evaluation = Program.nothing
 
-    evaluation = Program.no_evaluation
+    def step(self, run, batch):
+        super().step(run, batch)
+        run.report(score=run.progress.step)
 
 
 class Scheduler(Program):
@@ -920,10 +879,9 @@ class Accumulated(Program):
     doors = "loop"
     refused = "gradient"
 
-    def loop(self, run):
-        for batch in run:
-            self.values(run, batch)["loss"][0].backward()
-            self.step(run, batch)
+    def step(self, run, batch):
+        self.values(run, batch)["loss"][0].backward()
+        super().step(run, batch)
 
 
 class Nested(Program):
@@ -933,25 +891,9 @@ class Nested(Program):
     refused = "loops"
     right = 2
 
-    def loop(self, run):
-        for batch in run:
-            self.step(run, batch)
-            self.step(run, next(iter(run)))
-
-
-class Breaks(Program):
-    """A loop over epochs, without evaluations."""
-
-    doors = "loop"
-
-    def loop(self, run):
-        for _ in range(2):
-            for batch in run:
-                self.step(run, batch)
-                if run.epoch_ended:
-                    break
-
-    evaluation = Program.no_evaluation
+    def step(self, run, batch):
+        super().step(run, batch)
+        super().step(run, next(iter(run)))
 
 
 class MidEpoch(Program):
@@ -959,13 +901,11 @@ class MidEpoch(Program):
 
     doors = "loop"
     flags = {"best": "score", "save_every": 500}
+    report = evaluation = Program.nothing
 
-    def loop(self, run):
-        for batch in run:
-            self.step(run, batch)
-            run.report(score=-abs(run.state.progress.step - 3))
-
-    evaluation = Program.no_evaluation
+    def step(self, run, batch):
+        super().step(run, batch)
+        run.report(score=-abs(run.progress.step - 3))
 
     def check(self, run):
         if weights_of(run, "best")[1]["step"] != 3:
@@ -993,7 +933,7 @@ class Peeks(Program):
 
     def loop(self, run):
         for batch in run:
-            run.step(*self.values(run, batch)["loss"])
+            self.step(run, batch)
             run.evaluate(lambda batch: self.values(run, batch))
 
 
@@ -1026,7 +966,7 @@ def rows_by(*doors):
     ]
 
 
-@pytest.mark.parametrize(("program", "door"), rows_by(script, stages, loop))
+@pytest.mark.parametrize(("program", "door"), rows_by(script, stages, replicas, loop))
 def test_a_program_has_the_numbers_of_a_plain_loop_or_is_refused(program, door, tmp_path):
     check(program, door, tmp_path)
 
@@ -1051,7 +991,7 @@ def test_a_loop_that_is_left_between_two_pieces_has_saved_the_step_before(tmp_pa
 
         def loop(self, run):
             for batch in run:
-                run.step(*self.values(run, batch)["loss"])
+                self.step(run, batch)
                 self.pieces += 1
                 if self.leaves and self.pieces == 4 * 3 + 2:
                     break
@@ -1066,7 +1006,7 @@ def test_a_loop_that_is_left_between_two_pieces_has_saved_the_step_before(tmp_pa
 
 
 @pytest.mark.parametrize("flags", [{}, {"virtual_ranks": 4}], ids=["replica", "slices"])
-def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(flags, tmp_path):
+def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(flags, tmp_path, run):
     class Unreadable(Program):
         class samples(Samples):
             def __getitem__(self, i):
@@ -1081,7 +1021,7 @@ def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(flags, tmp_p
     program.flags = flags | {"bad_samples": "skip", "keep": 9, "max_steps": 4}
     codes, said, _ = lived(program, loop, tmp_path, 1)
     assert codes == [0], said
-    saved, _ = weights_of(tmp_path / "run", 1)
+    saved, _ = weights_of(run, 1)
     assert not saved["0.running_mean"].any() and not saved["0.num_batches_tracked"], saved
 
 

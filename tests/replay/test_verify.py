@@ -157,8 +157,7 @@ def test_an_lr_schedule_over_epochs_that_were_raised_is_the_same_and_its_fork_ha
     assert max(event["step"] for event in events(fork, "save")) == 30
 
 
-def test_a_file_in_the_run_itself_is_run_only_if_it_is_named(jobs, tmp_path, capsys):
-    run = tmp_path / "run"
+def test_a_file_in_the_run_itself_is_run_only_if_it_is_named(jobs, run, capsys):
     run.mkdir(0o700)
     (run / "own.py").write_text(OWN)
     named = f"--dataset={run}/own.py:data"
@@ -174,8 +173,7 @@ def test_without_virtual_ranks_it_says_that_the_number_of_processes_counts(jobs,
     assert code == 0 and "other bits prove nothing" in output, output
 
 
-def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, capsys):
-    run = tmp_path / "run"
+def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, run, capsys):
     (tmp_path / "story.txt").write_text("Once upon a time. " * 200)
     job = jobs.torchrun(
         2,

@@ -1,9 +1,9 @@
 """What a person asks of a running training is done by all ranks at one step, noted, and taken away."""
 
-import signal
+from functools import partial
 
 import pytest
-from jobs import CLEAN, PACED, ROOT, STEPS, audit, events, reached, until, wait_for
+from jobs import CLEAN, PACED, ROOT, audit, events, reached, steps_on_disk, until, wait_for
 
 
 def ask(run, name, job):
@@ -14,44 +14,30 @@ def ask(run, name, job):
     assert not (run / "control" / name).exists(), job.output
 
 
-SCRIPTS = {
-    "ddp": ("train_ddp.py", 2, ()),
-    "dp": ("train_dp.py", 0, ("--devices=cpu,cpu",)),
-    "mp": ("train_mp.py", 2, ("--micro-batch-size=8",)),
-}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_run_saves_when_asked_and_trains_on(jobs, tmp_path, name):
-    script, nproc, flags = SCRIPTS[name]
-    run = tmp_path / "run"
-    flags = (*PACED, f"--run-dir={run}", "--save-every=0", "--save-seconds=0", "--epochs=99", *flags)
-    start = jobs.python if not nproc else lambda *rest, **env: jobs.torchrun(nproc, *rest, **env)
-    job = start(script, *flags, PACE="0.02")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("torchrun", ("train_mp.py", "--micro-batch-size=8")),
+        ("launcher", ("launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py")),
+        ("alone", ("train_dp.py", "--devices=cpu,cpu")),
+    ],
+)
+def test_a_run_saves_when_asked_trains_on_and_stops_when_asked_with_143_and_no_new_life(
+    jobs, run, how, words
+):
+    flags = (*PACED, f"--run-dir={run}", "--save-every=0", "--save-seconds=0")
+    start = jobs.python if how != "torchrun" else partial(jobs.torchrun, 2)
+    job = start(*words, *flags, "--epochs=99", PACE="0.02")
     wait_for(run, 1, 0, job)
     ask(run, "save", job)
     until(lambda: any((run / "checkpoints").glob("step-*/manifest.json")), "the save")
     step = reached(run)
     until(lambda: reached(run) > step, "a further step")
-    job.kill(signal.SIGTERM)
-    assert job.wait() != 0
-    assert len(events(run, "life")) == 1
-
-
-@pytest.mark.parametrize("how", ["torchrun", "launcher", "alone"])
-def test_stop_ends_all_processes_after_one_step_with_143_and_no_new_life(jobs, tmp_path, how):
-    run = tmp_path / "run"
-    flags = (*PACED, f"--run-dir={run}")
-    if how == "torchrun":
-        job = jobs.torchrun(2, "train_ddp.py", *flags, PACE="0.05")
-    else:
-        words = ("launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py")
-        job = jobs.python(*(words if how == "launcher" else words[-1:]), *flags, PACE="0.05")
-    wait_for(run, 2, 0, job)
     ask(run, "stop", job)
     code = job.wait()
     assert code == 143 if how != "torchrun" else code != 0, job.output
-    assert len(events(run, "life")) == 1 and {reached(run)} == {stop["step"] for stop in events(run, "stop")}
-    assert reached(run) < STEPS and "stopped on control/stop: step" in job.output
-    jobs.python("train_ddp.py", *flags, PACE="0").ends_with(0)
+    assert len(events(run, "life")) == 1 and "stopped on control/stop: step" in job.output
+    assert {reached(run)} == {stop["step"] for stop in events(run, "stop")} == {steps_on_disk(run)[-1]}
+    again = f"--max-steps={reached(run) + 1}"
+    start(*words, *flags, again, PACE="0").ends_with(0)
     assert audit(run) == CLEAN

@@ -73,16 +73,16 @@ def test_lives_that_end_before_they_train_end_the_job_with_5_too(
         refuse_a_crash_loop()
 
 
-def test_a_start_that_finds_no_checkpoint_where_one_was_saved_tells_so(jobs, tmp_path):
+def test_a_start_that_finds_no_checkpoint_where_one_was_saved_tells_so(jobs, run):
     """Its disk may not be mounted: training would begin again without a word."""
     for steps, told in ((4, False), (4, True)):
         said = jobs.python(
             "train_ddp.py",
-            f"--run-dir={tmp_path}/run",
+            f"--run-dir={run}",
             "--model=mlp",
             "--dataset=random",
             "--no-tensorboard",
             f"--max-steps={steps}",
         ).ends_with(0)
         assert told == ("step 4 was saved, but no checkpoint is left; training begins again" in said), said
-        shutil.rmtree(tmp_path / "run/checkpoints")
+        shutil.rmtree(run / "checkpoints")

@@ -60,24 +60,6 @@ def test_a_rank_that_does_not_move_is_told_with_its_stack_and_one_that_moves_is_
     assert "stand_still" in capfd.readouterr().err
 
 
-def sleep_for_more_than_ten_limits(world):
-    """SIGSTOP, as debuggers and Slurm's suspend send it."""
-    state, stop, reports = watched(world, 0.3)
-    if (waker := os.fork()) == 0:
-        time.sleep(3.3)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    os.waitpid(waker, 0)
-    move_for(0.5, state)  # what was due would come now
-    stop()
-    return reports
-
-
-def test_a_process_that_was_stopped_goes_on_and_nothing_was_due_meanwhile():
-    assert fork_ranks(1, sleep_for_more_than_ten_limits) == [[]]
-
-
 def arm(world):
     armed = []
     watch.faulthandler = SimpleNamespace(

@@ -56,8 +56,6 @@ SlurmdParameters=config_overrides
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=60 State=UP PriorityTier=1
-"""
-PREEMPT = """
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=high Nodes=n[1-2] MaxTime=60 State=UP PriorityTier=10
@@ -71,10 +69,9 @@ def place(name):
 class Slurm:
     """The daemons, and what a person types; ends the jobs, then the daemons, which are children of ours."""
 
-    def __init__(self, folder, more):
+    def __init__(self, folder):
         self.folder = Path(folder)
         self.daemons = {}
-        self.conf = CONF + more
         self.env = os.environ | {
             "SLURM_CONF": f"{folder}/slurm.conf",
             "PYTHON": sys.executable,
@@ -98,7 +95,7 @@ class Slurm:
         # PORT too: slurm.sbatch would derive it from the job's number, 1 in the Slurm of each test
         *ports, self.env["PORT"] = (str(free_port()) for _ in range(4))
         (self.folder / "slurm.conf").write_text(
-            self.conf.format(
+            CONF.format(
                 folder=self.folder,
                 host=socket.gethostname(),
                 ports=ports,
@@ -172,28 +169,39 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(request):
+def slurm():
     missing = [name for name in DAEMONS if not place(name)]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm and munge)")
-    more = getattr(request, "param", "")
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Slurm(folder, more) as found:
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Slurm(folder) as found:
         yield found
 
 
-def test_a_job_on_two_nodes_is_warned_queued_again_and_complete_with_its_reason(slurm, tmp_path):
+def test_a_job_on_two_nodes_is_warned_then_preempted_and_each_time_queued_again_with_its_reason(
+    slurm, tmp_path
+):
     run = tmp_path / "my run"
-    job = slurm.submit(run, options=("--nodes=2", "--job-name=my train"), PROCESSES="1")
+    options = ("--nodes=2", "--exclusive", "--cpus-per-task=2", "--job-name=my train")
+    job = slurm.submit(run, "--epochs=4", options=options, PROCESSES="1")
     assert wait_for(run, 3)["world"] == 2
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
     slurm.reaches(job, "PENDING")
     assert "stopped on SIGUSR1: step" in slurm.log() and "143, queued again" in slurm.log()
     assert slurm.fact(job, "Comment").startswith("stopped on SIGUSR1: step")
     slurm.starts_again(job)
-    wait_for(run, 22)
+    wait_for(run, 9, 1)
+    assert slurm.ask("squeue", "-h", "-s", "-j", job, "-o", "%i").split()[-1].startswith(job)
+    high = slurm.ask(
+        "sbatch", "--parsable", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    )
+    slurm.reaches(high, "COMPLETED")
+    slurm.reaches(job, "PENDING")
+    assert "stopped on SIGTERM: step" in slurm.log()
+    slurm.starts_again(job)
+    wait_for(run, 44, 2)
     slurm.reaches(job, "COMPLETED")
-    assert [life["world"] for life in lives(run)] == [2, 2] and audit(run) == CLEAN
-    assert slurm.fact(job, "Restarts") == "1"
+    assert [life["world"] for life in lives(run)] == [2] * 3 and audit(run) == CLEAN
+    assert slurm.fact(job, "Restarts") == "2"
 
 
 def test_the_warning_of_one_task_of_an_array_stops_no_other(slurm, tmp_path):
@@ -215,8 +223,7 @@ def test_the_warning_of_one_task_of_an_array_stops_no_other(slurm, tmp_path):
     until(lambda: "stopped on SIGTERM" in slurm.log(), "the first task to save")
 
 
-def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again(slurm, tmp_path):
-    run = tmp_path / "run"
+def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again(slurm, run):
     job = slurm.submit(run, "--epochs=99", options=("--nodes=2",), PROCESSES="1", MIN_NODES="2", LOOK="0.5")
     assert wait_for(run, 3)["world"] == 2
     node = slurm.daemons.pop("n2")
@@ -237,8 +244,7 @@ def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again
     assert audit(run) == CLEAN
 
 
-def test_bad_input_is_not_queued_again_and_a_cancelled_job_has_saved(slurm, tmp_path):
-    run = tmp_path / "run"
+def test_bad_input_is_not_queued_again_and_a_cancelled_job_has_saved(slurm, run):
     wrong = slurm.submit(run, "--lr=nan")
     slurm.reaches(wrong, "FAILED")
     assert slurm.fact(wrong, "ExitCode") == "2:0" and "--lr" in slurm.fact(wrong, "Comment")
@@ -252,27 +258,8 @@ def test_bad_input_is_not_queued_again_and_a_cancelled_job_has_saved(slurm, tmp_
     assert list(run.glob("checkpoints/step-*/manifest.json"))
 
 
-@pytest.mark.parametrize("slurm", [PREEMPT], indirect=True, ids=["preempt"])
-def test_a_job_that_is_preempted_has_saved_and_resumes(slurm, tmp_path):
-    run = tmp_path / "run"
-    job = slurm.submit(run, options=("--nodes=2", "--exclusive", "--cpus-per-task=2"), PROCESSES="1")
-    assert wait_for(run, 3)["world"] == 2
-    assert slurm.ask("squeue", "-h", "-s", "-j", job, "-o", "%i").split()[-1].startswith(job)
-    high = slurm.ask(
-        "sbatch", "--parsable", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
-    )
-    slurm.reaches(high, "COMPLETED")
-    slurm.reaches(job, "PENDING")
-    assert "stopped on SIGTERM: step" in slurm.log()
-    slurm.starts_again(job)
-    wait_for(run, 22)
-    slurm.reaches(job, "COMPLETED")
-    assert audit(run) == CLEAN and slurm.fact(job, "Restarts") == "1"
-
-
 @pytest.mark.long
-def test_a_job_whose_time_is_up_has_saved_and_is_queued_again(slurm, tmp_path):
-    run = tmp_path / "run"
+def test_a_job_whose_time_is_up_has_saved_and_is_queued_again(slurm, run):
     job = slurm.submit(run, "--epochs=999", options=("--time=1", "--signal=B:USR1@30"), NOTICE="30")
     wait_for(run, 3)
     slurm.reaches(job, "PENDING")

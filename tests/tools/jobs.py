@@ -47,6 +47,13 @@ def until(condition, what, deadline=300):
     return value
 
 
+def ran(*words, cwd=ROOT, **env):
+    """What a command did, with what it printed."""
+    words = list(map(str, words))
+    env = os.environ | env
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
 def free_port():
     """Below the ports that the kernel hands out by itself: one of those may be another's a moment later."""
     while True:
@@ -340,6 +347,15 @@ def audit(run):
 def rows(run):
     """The lines of its metrics.jsonl."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    return [row["loss"] for row in rows(run) if "loss" in row]
+
+
+def steps_on_disk(run):
+    """Of its checkpoints, in order; a name may end in .1, .2 ... where a step was saved again."""
+    return sorted({int(path.name[5:13]) for path in (Path(run) / "checkpoints").glob("step-*")})
 
 
 def weights(run):

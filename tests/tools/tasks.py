@@ -12,21 +12,16 @@ from torch.utils.data import Dataset
 class Drawn(Dataset):
     """Sample i is a function of i."""
 
-    def __init__(self, n, make, **attributes):
+    def __init__(self, n, make):
         self.n = n
         self.make = make
         self.fingerprint = f"{make.__name__} {n}"
-        vars(self).update(attributes)
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
         return self.make(torch.Generator().manual_seed(i))
-
-
-def both(make, n=74, **attributes):
-    return Drawn(n, make, **attributes), Drawn(21, make, **attributes)
 
 
 # ---- regression: float targets; samples with weights, so a count may be any number ----
@@ -42,62 +37,11 @@ def regression_data():
         x = torch.randn(6, generator=draw)
         return x, x.sum().item() + 5  # a Python float
 
-    return both(make)
+    return Drawn(74, make), Drawn(21, make)
 
 
 def regression_net():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-# ---- segmentation: a class for each pixel, 255 does not count; a confusion matrix becomes a mean IoU ----
-def segmentation(net, batch):
-    x, y = batch
-    out = net(x)
-    real = y != 255
-    pairs = 3 * y[real] + out.argmax(1)[real]
-    return {
-        "loss": (F.cross_entropy(out, y, ignore_index=255, reduction="sum"), real.sum()),
-        "confusion": pairs.bincount(minlength=9).view(3, 3),
-    }
-
-
-def finish(metrics):
-    if "confusion" in metrics:
-        seen = metrics["confusion"].double()
-        both_say = seen.diag()
-        either = seen.sum(0) + seen.sum(1) - seen.diag()
-        metrics["iou"] = (both_say / either.clamp(min=1)).mean()
-    return metrics
-
-
-def segmentation_data():
-    def make(draw):
-        x = torch.rand(3, 6, 6, generator=draw)
-        y = x.argmax(0)
-        y[torch.rand(6, 6, generator=draw) < 0.3] = 255
-        return x, y
-
-    return both(make)
-
-
-def segmentation_net():
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1))
-
-
-# ---- autoencoder: samples are one tensor, without a target ----
-def autoencoder(net, batch):
-    return {"loss": (F.mse_loss(net(batch), batch, reduction="sum"), len(batch))}
-
-
-def autoencoder_data():
-    def make(draw):
-        return torch.rand(6, generator=draw)
-
-    return both(make)
-
-
-def autoencoder_net():
-    return nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6))
 
 
 # ---- dicts of unequal lengths, padded to the longest of a forward, with a mask; -100 does not count ----
@@ -147,41 +91,3 @@ def padded_data():
 
 def padded_net():
     return Tagger()
-
-
-# ---- distillation: two views of a sample in two calls, a frozen teacher inside the net, several terms ----
-class Pupil(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.pupil = nn.Linear(6, 4)
-        self.teacher = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).requires_grad_(False)
-
-    def forward(self, x):
-        return self.pupil(x)
-
-
-def distillation(net, batch):
-    a, b = batch
-    first = net(a)  # parts of the net may be called, too
-    second = net.pupil(b)
-    with torch.no_grad():
-        wanted = net.teacher(a).log_softmax(1)
-    soft = F.kl_div(first.log_softmax(1), wanted, log_target=True, reduction="sum")
-    apart = -F.cosine_similarity(second, first.detach()).sum()
-    return {"loss": (0.5 * soft + 0.5 * apart, len(a)), "soft": (soft, len(a)), "apart": (apart, len(a))}
-
-
-def distillation_data():
-    def make(draw):
-        x = torch.randn(6, generator=draw)
-        return x + 0.1 * torch.randn(6), x + 0.1 * torch.randn(6)  # augmented: seeded by (seed, epoch, id)
-
-    return both(make)
-
-
-def distillation_net():
-    return Pupil()
-
-
-IN_STAGES = ("regression", "segmentation", "autoencoder")  # one call, one tensor
-NAMES = (*IN_STAGES, "padded", "distillation")

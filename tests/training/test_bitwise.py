@@ -148,7 +148,7 @@ def one_digest(tmp_path, given, worlds):
 
 # ---- any world ------------------------------------------------------------------------------------
 ANY_WORLD = {
-    "batch norm, dropout, adamw, averages, clipping": (CNN | {"epochs": 3}, (1, 2, 3, 4, 5, 8)),
+    "batch norm, dropout, adamw, averages, clipping": (CNN | {"epochs": 3}, (1, 2, 3, 5, 8)),
     "tied weights and unused parameters": (GPT | {"epochs": 2}, (1, 3, 8)),
     "an lstm over ragged batches": (LSTM | {"global_batch_size": 1500, "epochs": 2}, (1, 2, 5)),
     "resnet18": (RESNET, (1, 3)),
@@ -161,6 +161,8 @@ ANY_WORLD = {
 @pytest.mark.parametrize("case", ANY_WORLD)
 def test_weights_and_metrics_are_the_same_at_any_world(tmp_path, case):
     given, worlds = ANY_WORLD[case]
+    if case == "resnet18":
+        pytest.importorskip("torchvision")  # here, once, and not in each rank
     _, metrics = one_digest(tmp_path, given, worlds)
     if "batch norm" in case:
         assert len(metrics.splitlines()) == 3 * STEPS + 3, "every step logged, every epoch evaluated"
@@ -246,23 +248,6 @@ def batch_at(world, step, slices, size=24):
     x = torch.randn(size, 1, 12, 12, generator=draws)
     y = torch.randint(4, (size,), generator=draws)
     return share_of(x, y, Options(virtual_ranks=slices), world.rank, world.size)
-
-
-def test_the_gradient_is_the_mean_over_the_samples_of_a_ragged_batch():
-    def gradient(world, virtual_ranks, size):
-        model, state = small(world, virtual_ranks)
-        for module in state.net.modules():
-            if isinstance(module, (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.BatchNorm2d)):
-                module.eval()
-        totals = world.all_sum(backward(model, batch_at(world, 0, virtual_ranks, size), state, world))
-        return [p.grad.double() for p in state.net.parameters()], totals.tolist()
-
-    for size in (3, 11, 24):  # fewer samples than slices, ragged, even
-        wanted, totals = fork_ranks(1, gradient, 0, size)[0]
-        for found, sums in fork_ranks(3, gradient, 8, size):
-            assert sums == pytest.approx(totals, rel=1e-5)
-            for a, b in zip(found, wanted, strict=True):
-                assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():

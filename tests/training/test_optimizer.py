@@ -188,6 +188,32 @@ class Counting(torch.optim.SGD):
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
         return super().step(closure)
 
+class Ticking(torch.optim.SGD):
+    ticks = 0
+    def step(self, closure=None):
+        self.ticks += 1
+        return super().step(closure)
+
+class Lookahead(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.slow = [weight.detach().clone() for weight in self.param_groups[0]["params"]]
+
+class First(torch.optim.SGD):
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            mean = self.state[weight].setdefault("mean", weight.grad.clone())
+            weight.sub_(mean.lerp_(weight.grad, 0.1))
+
+def ticking(net, opts):
+    return Ticking(net.parameters(), lr=opts.lr)
+
+def lookahead(net, opts):
+    return Lookahead(net.parameters(), lr=opts.lr)
+
+def first(net, opts):
+    return First(net.parameters(), lr=opts.lr)
+
 def counting(net, opts):
     return Counting(net.parameters(), lr=opts.lr)
 
@@ -274,6 +300,9 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
         ("--optimizer=own.py:smooth", "its state has 'ema'"),
         ("--optimizer=own.py:lbfgs", "without a closure"),
         ("--optimizer=own.py:counting", "no change of its groups"),
+        ("--optimizer=own.py:ticking", "Ticking changes its ticks"),
+        ("--optimizer=own.py:lookahead", "Lookahead changes its slow"),
+        ("--optimizer=own.py:first", "First begins its state with the gradient"),
         ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),
         ("--optimizer-args=amsgrad='x'", "a step of Adam: TypeError"),
         ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),

@@ -60,6 +60,7 @@ def full_batch_gradient(size, smoothing=0.0):
         # ragged batches, and fewer samples than ranks
         *((world, size, {}) for world in (1, 2, 3, 5) for size in (16, 17, 4, 2, 1)),
         *((2, 17, {"micro_batch_size": micro, "label_smoothing": 0.1}) for micro in (1, 3, 8, 100)),
+        *((3, size, {"virtual_ranks": 8}) for size in (3, 11, 24)),
     ],
 )
 def test_the_gradient_is_the_full_batch_gradient_at_any_world_size_and_micro_batch(world, size, flags):
@@ -67,7 +68,8 @@ def test_the_gradient_is_the_full_batch_gradient_at_any_world_size_and_micro_bat
     for grads, found in fork_ranks(world, gradient_of, size, flags):
         for a, b in zip(grads, wanted, strict=True):
             torch.testing.assert_close(torch.tensor(a, dtype=torch.float64), b, rtol=0, atol=1e-12)
-        assert found == pytest.approx(totals, abs=1e-12)
+        far = 1e-6 if "virtual_ranks" in flags else 0  # slices are summed in float32
+        assert found == pytest.approx(totals, rel=far, abs=1e-12)
 
 
 def step_with_batch_norm(world):

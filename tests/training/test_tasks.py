@@ -2,23 +2,18 @@
 
 import math
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import tasks
 import torch
-from jobs import CLEAN, TESTS, audit
+from jobs import TESTS
 from ranks import fork_ranks
 from refusals import refusal
-from samples import share_of, state_of
-from test_bitwise import run, through_kills
+from samples import state_of
 
-from common.data import batches, load_data
+from common.data import Batch, batches, load_data
 from common.models import build_model
 from common.options import Options
-from common.pipeline import backward as staged
-from common.pipeline import split
 from common.sampler import ElasticSampler
 from common.training import backward, distribute, evaluate, find_task, prepare
 from common.training.progress import Progress
@@ -38,11 +33,10 @@ def options(name, **more):
 class Life:
     """What a script makes of its options, and its steps."""
 
-    def __init__(self, opts, world=ALONE, double=False, devices=1):
+    def __init__(self, opts, world=ALONE, double=False):
         self.opts = opts
         self.data = load_data(opts)
         self.task = find_task(opts)
-        world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(opts.stages or 1)
         self.world = world
         net = build_model(opts, self.data)
         if double:
@@ -50,23 +44,16 @@ class Life:
             fetch = type(self.data.train).fetch
             for part in (self.data.train, self.data.test):
                 part.fetch = lambda *a, part=part: doubled(fetch(part, *a))
-        if opts.script == "mp":
-            self.run = staged
-            self.model = split(net, opts, world, self.data, self.task)
-            net = self.model.net
-        else:
-            self.run = backward
-            net = prepare(net, opts, world, self.data, self.task)
-            self.model = distribute(net, opts, world)
-        stages = self.model if opts.script == "mp" else None
+        net = prepare(net, opts, world, self.data, self.task)
+        self.model = distribute(net, opts, world)
         n = len(self.data.train)
-        self.state = state_of(net, opts, n, task=self.task, stages=stages)
+        self.state = state_of(net, opts, n, task=self.task)
         self.order = ElasticSampler(
-            n, opts.global_batch_size, world.replica, world.replicas, opts.seed, slices=opts.virtual_ranks
+            n, opts.global_batch_size, world.rank, world.size, opts.seed, slices=opts.virtual_ranks
         )
 
     def step(self, batch):
-        totals = self.world.all_sum(self.run(self.model, batch, self.state, self.world))
+        totals = self.world.all_sum(backward(self.model, batch, self.state, self.world))
         self.state.update(batch.size)
         return self.state.note(totals)
 
@@ -79,8 +66,7 @@ class Life:
         return {name: tensor.clone() for name, tensor in self.state.net.state_dict().items()}
 
     def evaluation(self):
-        model = self.model if self.opts.script != "ddp" else self.state.net
-        return evaluate(model, self.data.test, self.state, self.world)
+        return evaluate(self.state.net, self.data.test, self.state, self.world)
 
 
 def doubled(tree):
@@ -101,85 +87,17 @@ def without_dropout(net):
     return net
 
 
-def one_step(world, name, **more):
-    life = Life(sgd(name, **more), world, double=True)
-    without_dropout(life.state.net)
-    return life.epoch(1)[0]["loss"], life.weights()
-
-
-def full_batch(name, size, clip=0.0):
-    """The weights after one step by hand: the whole batch in one forward, its sum divided by its count."""
-    opts = sgd(name, global_batch_size=size)
-    data = load_data(opts)
-    net = without_dropout(build_model(opts, data).double())
-    ids = next(iter(ElasticSampler(len(data.train), size, seed=opts.seed)))
-    found = getattr(tasks, name)(net, doubled(data.train.fetch(ids)))
-    loss, count = found["loss"]
-    (loss / count).backward()
-    if clip:
-        torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-    moved = {n: p.detach() - (p.grad if p.grad is not None else 0) for n, p in net.named_parameters()}
-    return moved, (loss / count).item()
-
-
 def assert_exact(found, wanted):
     """Of all that is wanted; there may be more."""
     found = {name: found[name] for name in wanted}
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", tasks.NAMES)
-def test_every_job_has_the_mean_of_the_full_batch_at_any_world_and_micro_batch(name):
-    for world, micro, clip in ((1, 3, 0.0), (5, 1, 0.0), (2, 0, 0.05)):
-        wanted, loss = full_batch(name, 11, clip)
-        step = partial(one_step, micro_batch_size=micro, clip_grad_norm=clip)
-        for found, weights in fork_ranks(world, step, name):
-            assert found == pytest.approx(loss, rel=1e-12), (world, micro)
-            assert_exact(weights, wanted)
-
-
-# ---- the same bits, and no trace of kills -----------------------------------------------------------
-@pytest.mark.parametrize("name", tasks.NAMES)
-def test_a_kill_and_another_world_leave_no_trace_in_the_bits_of_any_job(tmp_path, name):
-    given = {key: value for key, value in vars(options(name)).items() if key in ("task", "model", "dataset")}
-    given |= {"virtual_ranks": 4, "global_batch_size": 11, "audit": True, "epochs": 1, "workers": 0}
-    unbroken = run(tmp_path / "unbroken", 1, given)
-    given["workers"] = 2 if name == "padded" else 0  # which collate what the rank would
-    assert through_kills(tmp_path / "killed", given, [(2, 1, 4, "within")], 3) == unbroken
-    for folder in ("unbroken", "killed"):
-        assert audit(tmp_path / folder) == CLEAN
-    assert "val_loss" in unbroken[1], "the evaluation, to the last bit"
-
-
-# ---- stages and replicas ------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", tasks.IN_STAGES)
-def test_in_stages_a_job_has_the_mean_of_the_full_batch_and_its_evaluation(name):
-    wanted, loss = full_batch(name, 11)
-    ((_, _, metrics),) = fork_ranks(1, one_way, name)
-    for world, more in ((4, {"stages": 2, "micro_batch_size": 2}), (1, {"devices": 2})):
-        for ours, weights, judged in fork_ranks(world, partial(one_way, script="mp", **more), name):
-            assert ours == pytest.approx(loss, rel=1e-12)
-            assert judged == pytest.approx(metrics, rel=1e-6)
-            assert_exact(wanted, weights)
-
-
-def one_way(world, name, script="ddp", devices=1, **more):
-    life = Life(sgd(name, script=script, **more), world, True, devices)
-    return life.epoch(1)[0]["loss"], life.weights(), life.evaluation()
-
-
-@pytest.mark.parametrize("name", [name for name in tasks.NAMES if name != "padded"])  # its dropout differs
-def test_replicas_in_one_process_take_and_give_trees(name):
-    ((loss, weights, metrics),) = fork_ranks(1, one_way, name)
-    ((found, moved, judged),) = fork_ranks(1, one_way, name, "dp", 2)
-    assert found == pytest.approx(loss, rel=1e-12) and judged == pytest.approx(metrics, rel=1e-12)
-    assert_exact(moved, weights)
-
-
 # ---- what GPUs alone have: the scale of fp16 ---------------------------------
-def scaled(world, name):
-    life = Life(sgd(name, amp="fp16"), world)
-    life.state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+def one_epoch(world, scale):
+    life = Life(sgd("padded", amp="fp16" if scale else "off"), world)
+    if scale:
+        life.state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     without_dropout(life.state.net)
     life.epoch(1)
     return life.weights()
@@ -192,12 +110,12 @@ def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count(monkeypatch, wo
         return net
 
     monkeypatch.setattr(sys.modules[__name__], "prepare", on_cpus)  # which refuses fp16 there
-    wanted, _ = full_batch("padded", 11)
     before = build_model(options("padded"), load_data(options("padded"))).state_dict()
-    for weights in fork_ranks(world, scaled, "padded"):
-        for key, tensor in wanted.items():
-            moved = (tensor - before[key]).abs().max()
-            torch.testing.assert_close(weights[key].double(), tensor, rtol=0, atol=0.01 * moved + 1e-6)
+    (wanted,) = fork_ranks(1, one_epoch, False)
+    for weights in fork_ranks(world, one_epoch, True):
+        for name, tensor in wanted.items():
+            moved = (tensor - before[name]).abs().max()
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=0.01 * moved + 1e-6)
 
 
 # ---- what is refused ----
@@ -258,16 +176,6 @@ def test_in_stages_a_task_gets_the_output_for_the_inputs_of_the_batch_once_or_is
 
 
 # ---- what is shown and kept -----------------------------------------------------------------------------
-def test_finish_makes_numbers_of_whole_numbers_and_best_may_be_any_of_them():
-    life = Life(options("segmentation", best="iou"))
-    record = life.epoch(3)[-1]
-    metrics = life.evaluation()
-    assert list(record) == ["step", "epoch", "loss", "iou", "lr"] and 0 < metrics["val_iou"] < 1
-    life.state.record_evaluation(metrics)
-    life.state.record_evaluation(metrics | {"val_iou": metrics["val_iou"] / 2})
-    assert life.state.progress.best == {"val_iou": metrics["val_iou"], "loss": metrics["val_loss"], "step": 3}
-
-
 def test_a_mean_is_found_in_a_sum_and_a_sum_over_many_steps_costs_nothing():
     task = find_task(Options())
     x = torch.ones(3, requires_grad=True)
@@ -277,30 +185,36 @@ def test_a_mean_is_found_in_a_sum_and_a_sum_over_many_steps_costs_nothing():
 
 
 def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
-    life = Life(sgd("segmentation", global_batch_size=2))
+    life = Life(sgd("padded"))
     before = life.weights()
-    x, _ = life.data.train.fetch([0, 1])
-    record = life.step(share_of(x, torch.full((2, 6, 6), 255), life.opts))
-    assert "loss" not in record and "iou" not in record and life.state.progress.step == 1
+    batch = life.data.train.fetch([0, 1])
+    batch["y"].fill_(-100)
+    record = life.step(Batch([(2, batch)], [0, 1], 2))
+    assert "loss" not in record and "acc" not in record and life.state.progress.step == 1
     assert all(torch.equal(before[name], tensor) for name, tensor in life.weights().items())
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_tokens_has_the_mean_over_targets_that_count_and_the_perplexity(training):
-    opts = Options(task="tokens")
+@pytest.mark.parametrize("name", ["classify", "tokens"])
+def test_sequences_have_the_mean_over_their_targets_or_over_those_that_count(name, training):
+    opts = Options(task=name)
     task = find_task(opts)
     net = torch.nn.Embedding(7, 7).double().train(training)
     x, y = torch.randint(7, (2, 4, 9))
-    y[:, ::2] = -100
-    out = net(x[:, 1::2]).flatten(0, 1)
-    wanted = y[:, 1::2].flatten()
-    loss = torch.nn.functional.cross_entropy(out, wanted).item()
-    right = (out.argmax(1) == wanted).double().mean().item()
+    counting = slice(None)
+    if name == "tokens":
+        y[:, ::2] = -100
+        counting = slice(1, None, 2)
+    out = net(x[:, counting]).flatten(0, 1)
+    targets = y[:, counting].flatten()
+    loss = torch.nn.functional.cross_entropy(out, targets).item()
+    wanted = {"loss": loss, "acc": (out.argmax(1) == targets).double().mean().item()}
+    if name == "tokens":
+        wanted["perplexity"] = math.exp(loss)
     for batch in ((x, y), {"input": x, "labels": y}):
         logged = SimpleNamespace(next_is_logged=True)
         values = task(net, batch, SimpleNamespace(net=net, opts=opts, task=task, progress=logged))
-        metrics = task.metrics(task.add(task.zeros(CPU), values))
-        assert metrics == pytest.approx({"loss": loss, "acc": right, "perplexity": math.exp(loss)}, rel=1e-9)
+        assert task.metrics(task.add(task.zeros(CPU), values)) == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["classify", "tokens"])

@@ -22,8 +22,8 @@ def test_faults_of_every_kind_cost_no_sample_and_no_step_of_a_survivor(jobs):
     assert campaign.tally["loader KILL"]
 
 
-def test_machines_that_die_in_bunches_cost_no_sample(jobs, tmp_path):
-    found = bunches(jobs, tmp_path / "run", random.Random(16), count=2)
+def test_machines_that_die_in_bunches_cost_no_sample(jobs, run):
+    found = bunches(jobs, run, random.Random(16), count=2)
     assert [found[name] for name in ("missed", "repeated", "lost", "redone")] == [0] * 4, found
     assert found["lives"] > 1
 
@@ -84,11 +84,12 @@ def test_the_campaign_finds_a_mistake(jobs, monkeypatch, bug, event, words):
 @pytest.mark.parametrize(
     "point, rescued, begun", [("close.0", 1, [0, STEPS]), ("closed.0", 0, [0, STEPS]), ("leave.1", 0, [0])]
 )
-def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(jobs, tmp_path, point, rescued, begun):
+def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(
+    jobs, tmp_path, run, point, rescued, begun
+):
     """close.0: the process that saves dies with the last save hardly begun; one of the others saves.
     leave.1: the run is done, so that the next start has nothing to do.
     """
-    run = tmp_path / "run"
     armed = tmp_path / "armed"
     armed.mkdir()
     (armed / point).write_text("KILL")

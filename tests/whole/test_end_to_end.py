@@ -5,7 +5,6 @@ step too many would show.
 
 import signal
 import time
-from functools import partial
 
 import pytest
 from jobs import (
@@ -33,11 +32,6 @@ SCRIPTS = {
 }
 
 
-@pytest.fixture
-def run(tmp_path):
-    return tmp_path / "run"
-
-
 def assert_same(run, undisturbed, **counts):
     """Every sample once, and the weights of the undisturbed run."""
     assert audit(run) == CLEAN | counts
@@ -56,9 +50,7 @@ def ddp(jobs, nproc, run, *flags, **kwargs):
 
 
 # ---- kills and changes of the world ---------------------------------------------------------------
-def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each_and_relaunches_to_a_no_op(
-    jobs, run, undisturbed
-):
+def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each(jobs, run, undisturbed):
     job = plain(jobs, "dp", run, "--save-every=4")
     wait_for(run, 6, 0, job)
     until(lambda: any((run / "checkpoints").glob("step-*")), "a save")
@@ -76,12 +68,6 @@ def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each_and_relaunches_t
     lost = audit(run)["lost"]
     assert 0 < lost < STEPS
     assert_same(run, undisturbed, lost=lost, redone=lost)
-    files = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*") if p.is_file()}
-    lines = (run / "metrics.jsonl").read_bytes()
-    for again in (plain(jobs, "dp", run), ddp(jobs, 2, run), plain(jobs, "mp", run)):
-        assert "complete" in again.ends_with(0)
-    assert {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*") if p.is_file()} == files
-    assert (run / "metrics.jsonl").read_bytes() == lines
 
 
 def test_workers_that_still_import_torch_die_with_their_agent_too(jobs, run):
@@ -122,8 +108,7 @@ def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run,
     assert_same(run, undisturbed)
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_said(jobs, run, nproc):
+def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_said(jobs, run):
     flags = (
         "--model=mlp",
         f"--dataset={TESTS}/poisoned.py:data",
@@ -132,8 +117,7 @@ def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_sai
         "--no-tensorboard",
         f"--run-dir={run}",
     )
-    start = partial(jobs.torchrun, nproc, restarts=0) if nproc else jobs.python
-    job = start("train_ddp.py", *flags)
+    job = jobs.torchrun(2, "train_ddp.py", *flags, restarts=0)
     assert job.wait() != 0
     assert "sample 37 cannot be read" in job.output, job.output
     assert "sample 37 cannot be read" in str([event["why"] for event in events(run, "error")]), events(run)
@@ -159,10 +143,8 @@ def test_eval_only_evaluates_an_unfinished_run_and_moves_no_weight_and_no_metric
 @pytest.mark.parametrize(
     "script, signals",
     [
-        ("dp", ["SIGTERM"]),
-        ("mp", ["SIGINT"]),
         ("ddp", ["SIGUSR1"]),
-        ("ddp", ["SIGTERM", "SIGTERM"]),
+        ("mp", ["SIGTERM", "SIGTERM"]),
         ("dp", ["SIGINT", "SIGTERM"]),
     ],
 )
@@ -185,17 +167,16 @@ def test_sigterm_sigint_or_sigusr1_ends_the_step_saves_and_leaves_with_143(
 
 
 @pytest.mark.parametrize(
-    "rank, name, how",
+    "name, how",
     [
-        (0, "SIGUSR1", {}),
-        (1, "SIGTERM", {}),
+        ("SIGTERM", {}),
         # the only one here that pays for real starts, with plain torchrun; the campaign is its long form
-        (1, "SIGKILL", {"cold": True, "PACE": "0.02"}),
+        ("SIGKILL", {"cold": True, "PACE": "0.02"}),
     ],
 )
-def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, undisturbed, rank, name, how):
+def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, undisturbed, name, how):
     job = ddp(jobs, 2, run, **how)
-    kill_at(job, run, 4, rank, number=getattr(signal, name))
+    kill_at(job, run, 4, number=getattr(signal, name))
     job.ends_with(0)
     assert len(lives(run)) == 2
     assert_same(run, undisturbed)
@@ -220,16 +201,3 @@ def test_a_mistake_is_said_once_under_torchrun_and_costs_no_restart(jobs, run):
     assert job.wait() != 0
     assert job.output.count("error: ") == 1 and "--seed was 0, now 1" in job.output, job.output
     assert "exitcode: 2" in job.output or "exitcode  : 2" in job.output, job.output
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["train_mp.py", *PACED, "--devices=cpu,cpu,cpu,cpu,cpu,cpu"], "6 stages"),
-        (["train_dp.py", "--device=cuda"], "no GPU"),
-        (["train_ddp.py", "--init-from", __file__], "not a file of weights"),
-    ],
-)
-def test_a_mistake_is_one_short_message_and_exit_code_2(jobs, run, argv, words):
-    said = jobs.python(*argv, f"--run-dir={run}", "--no-tensorboard", CUDA_VISIBLE_DEVICES="").ends_with(2)
-    assert words in said and "Traceback" not in said and len(said.strip().splitlines()) <= 3, said

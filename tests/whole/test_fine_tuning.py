@@ -56,10 +56,12 @@ def test_init_from_init_skip_freeze_and_patience_go_through_kills_and_worlds_to_
         "audit": True,
     }
     killed = tmp_path / "killed"
-    wrong = options(killed, given | {"init_skip": ()})  # 9 classes do not fit 4
-    assert fork_ranks(1, life, train_ddp, wrong, may_die=[0]) == [2]
-    assert not killed.exists(), "a start that failed binds nothing"
-    assert "2 tensors do not fit this model" in capfd.readouterr().err
+    staged = given | {"script": "mp", "stages": 3}
+    for size, script, asked in ((1, train_ddp, given), (3, train_mp, staged)):
+        wrong = options(killed, asked | {"init_skip": ()})  # 9 classes do not fit 4
+        assert fork_ranks(size, life, script, wrong, may_die=range(size)) == [2] * size
+        assert not killed.exists(), "a start that failed binds nothing"
+        assert "2 tensors do not fit this model" in capfd.readouterr().err
     unbroken = run(tmp_path / "unbroken", 1, given)
     said = capfd.readouterr().out
     assert "7.weight, 7.bias begin afresh" in said and "stopped: no better evaluation since step" in said
@@ -68,7 +70,7 @@ def test_init_from_init_skip_freeze_and_patience_go_through_kills_and_worlds_to_
     last = json.loads(max((killed / "checkpoints").glob("step-*/state.json")).read_text())
     assert last["step"] - last["best"]["step"] == 2 * 5 and last["step"] < 6 * 5
     assert fork_ranks(1, life, train_ddp, options(killed, given)) == [None], "a restart finds nothing to do"
-    assert run(tmp_path / "stages", 3, given | {"script": "mp", "stages": 3}, train_mp) == unbroken
+    assert run(tmp_path / "stages", 3, staged, train_mp) == unbroken
 
     files = [tmp_path / "w.safetensors", tmp_path / "stages.safetensors"]
     for folder, path in zip((killed, tmp_path / "stages"), files, strict=True):

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 from jobs import ROOT, wait_for
+from test_readme import README, fenced
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 RUN = "runs/net-digits"
 
 
-def block(heading, language):
-    part = README.partition(f"\n## {heading}")[2].partition("\n## ")[0]
-    blocks = re.findall(r"^```([^\n]*)\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
-    return dict(blocks)[language].splitlines()
+def block(language):
+    part = README.partition("\n## Watch it survive")[2].partition("\n## ")[0]
+    return fenced(part, language)[-1].splitlines()
 
 
 def shape(line):
@@ -42,7 +41,7 @@ def test_the_first_screen_is_typed_in_two_terminals_and_prints_what_it_shows(job
     def typed(line):
         return jobs.start("-c", line, cold=True, program="bash", cwd=clone, **env)
 
-    commands = [line for line in block("Watch it survive", "sh") if not line.startswith("#")]
+    commands = [line for line in block("sh") if not line.startswith("#")]
     assert commands[0].count("--epochs 20") == commands[2].count("--epochs 20") == 1
     first, kill, again, audit = (line.replace("--epochs 20", "--epochs 4") for line in commands)
     terminal = typed(first)
@@ -53,10 +52,8 @@ def test_the_first_screen_is_typed_in_two_terminals_and_prints_what_it_shows(job
     printed = terminal.ends_with(143) + typed(again).ends_with(0)
     assert "Traceback" not in printed, printed
     said = typed(audit).ends_with(0)
-    assert said.strip() == block("Watch it survive", "")[-1]
-    assert {shape(line) for line in block("Watch it survive", "")} <= {
-        shape(line) for line in (printed + said).splitlines()
-    }
+    assert said.strip() == block("")[-1]
+    assert {shape(line) for line in block("")} <= {shape(line) for line in (printed + said).splitlines()}
     assert typed(kill).wait() != 0  # nothing has that number any more
     page = re.search(r"`(launch/local\.sh -m .* --html run\.html)`", README)[1]
     typed(page).ends_with(0)

@@ -25,19 +25,6 @@ def test_the_first_rank_to_fail_is_reported_first_with_its_traceback_and_nothing
     assert time.monotonic() - began < 300 and set(children(os.getpid())) <= set(before)
 
 
-def test_a_rank_that_may_die_answers_with_its_exit_code_and_its_peers_live_on():
-    def kill_one(world):
-        if world.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if world.rank == 2:
-            raise SystemExit(3)
-        with pytest.raises(RuntimeError):
-            world.all_sum(torch.ones(1))
-        return "alive"
-
-    assert fork_ranks(3, kill_one, may_die=(1, 2)) == ["alive", -9, 3]
-
-
 def test_a_rank_that_hangs_is_killed_at_the_deadline():
     def hang(world):
         while world.rank == 1:

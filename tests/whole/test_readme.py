@@ -127,23 +127,12 @@ def test_what_is_to_be_changed_is_in_the_file_that_is_named():
 
 
 # ---- a user's first hour --------------------------------------------------------------------------
-def train(jobs, folder, *words):
-    return jobs.python("train_ddp.py", *words, cwd=folder).ends_with(0)
-
-
-def shape(line):
-    return re.sub(r"[\d,]*\d", "N", re.sub(r"run \S+|life \S+|runs/\S+|, after .*", "", line))
-
-
-def test_a_run_leaves_the_files_and_prints_the_lines_that_the_readme_shows(jobs, tmp_path):
+def test_a_run_leaves_the_files_that_the_readme_shows(jobs, tmp_path, run):
     flags = "--run-dir run --log-every 1 --audit --model mlp --dataset random".split()
-    printed = "".join(train(jobs, tmp_path, *flags, "--max-steps", steps) for steps in "23")
-    shown = next(text for text in fenced(README, "") if "resuming" in text).splitlines()
-    shapes = {shape(line) for line in shown if line.startswith(("resuming", "epoch", "step"))}
-    assert len(shapes) >= 3 and shapes <= {shape(line) for line in printed.splitlines()}
+    jobs.python("train_ddp.py", *flags, "--max-steps=2", cwd=tmp_path).ends_with(0)
     block = next(text for text in fenced(README, "") if text.startswith("runs/net-digits/"))
     names = set(re.findall(r"[\w.-]+", " ".join(re.findall(r"^ +([\w./-]+(?:, [\w./-]+)*)", block, re.M))))
-    top = {path.name for path in (tmp_path / "run").iterdir()}
+    top = {path.name for path in run.iterdir()}
     assert top <= names, "the run has files that the README does not show"
-    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
-    assert all(path.stat().st_mode & 0o77 == 0 for path in (tmp_path / "run").rglob("*"))
+    assert run.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o77 == 0 for path in run.rglob("*"))

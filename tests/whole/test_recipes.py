@@ -20,7 +20,7 @@ def rare():
 """
 
 
-def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jobs, tmp_path):
+def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jobs, tmp_path, run):
     file = tmp_path / "my_recipes.py"
     file.write_text(CODE + DATA)
     job = jobs.python(
@@ -38,7 +38,7 @@ def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jo
     names = {}
     rows = []
     exec(CODE, names)
-    names["send"](tmp_path / "run", lambda row, step: rows.append((step, row)))
+    names["send"](run, lambda row, step: rows.append((step, row)))
     steps = [step for step, row in rows if "loss" in row]
     assert steps and steps == sorted(set(steps)) and all("val_acc" in row or "loss" in row for _, row in rows)
 
@@ -69,7 +69,7 @@ def test_the_profiler_of_torch_goes_around_the_loop(jobs, tmp_path):
     assert "aten::" in (tmp_path / "trace.json").read_text()
 
 
-def test_a_gpt_of_a_run_writes_on(jobs, tmp_path):
+def test_a_gpt_of_a_run_writes_on(jobs, tmp_path, run):
     file = tmp_path / "cats.txt"
     file.write_text("the cat sat on the mat. " * 600)
     job = jobs.python(
@@ -84,5 +84,5 @@ def test_a_gpt_of_a_run_writes_on(jobs, tmp_path):
     job.ends_with(0)
     names = {"torch": torch}
     with torch.no_grad():
-        exec(WRITES.replace("runs/wide", f"{tmp_path}/run").replace("range(200)", "range(70)"), names)
+        exec(WRITES.replace("runs/wide", f"{run}").replace("range(200)", "range(70)"), names)
     assert names["ids"].shape == (1, 74) and bytes(names["ids"][0, :4].tolist()) == b"the "

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, rows
+from jobs import ROOT, losses, rows
 
 MNIST = Path(os.environ.get("MNIST_DIR", ROOT.parent / "shared" / "data"))
 
@@ -30,9 +30,9 @@ def test_000_the_lstm_learns_the_two_sentences_under_data_parallel_in_ten_epochs
         f"--run-dir={tmp_path}",
         "--devices=cpu,cpu",
     )
-    losses = [m["loss"] for m in rows(tmp_path) if "loss" in m]
-    assert len(losses) == 10 and losses == sorted(losses, reverse=True)
-    assert 0.6 < losses[0] < 0.8 and losses[-1] < 0.5
+    found = losses(tmp_path)
+    assert len(found) == 10 and found == sorted(found, reverse=True)
+    assert 0.6 < found[0] < 0.8 and found[-1] < 0.5
     assert "predictions [1 0]  labels [1 0]" in out
 
 

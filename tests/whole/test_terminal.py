@@ -15,9 +15,9 @@ from pathlib import Path
 from jobs import PACED, ROOT, until, wait_for
 
 
-def test_the_first_line_comes_before_torch_is_imported(tmp_path):
+def test_the_first_line_comes_before_torch_is_imported(tmp_path, run):
     job = subprocess.Popen(
-        [sys.executable, ROOT / "train_ddp.py", "--run-dir", tmp_path / "run"],
+        [sys.executable, ROOT / "train_ddp.py", "--run-dir", run],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -53,8 +53,7 @@ class Terminal:
                 self.parts.append(part)
 
 
-def test_kills_leave_no_torn_bar_and_a_sentence_for_each_death(jobs, tmp_path):
-    run = tmp_path / "run"
+def test_kills_leave_no_torn_bar_and_a_sentence_for_each_death(jobs, run):
     pids = []
     with Terminal() as terminal:
         (jobs.folder / f"output-{jobs.count + 1}").symlink_to(os.ttyname(terminal.theirs))

@@ -5,12 +5,12 @@ to.
 import ast
 import importlib
 import inspect
-import subprocess
 import sys
 
 import pytest
 import torch
-from test_house import FILES, HEIGHT, ROOT, door, imports, tree_of
+from jobs import ran
+from test_house import FILES, HEIGHT, door, imports, tree_of
 from torch import nn
 from torch.nn.modules import batchnorm
 from torch.utils.data import dataloader
@@ -87,11 +87,10 @@ def test_private_names_of_torch_are_listed_and_this_torch_has_them():
 def test_a_type_checker_finds_nothing(tmp_path):
     pytest.importorskip("mypy")
     mypy = [sys.executable, "-m", "mypy", "--config-file", ".mypy.ini", "--cache-dir", tmp_path]
-    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(mypy, **how)
+    done = ran(*mypy)
     assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "wrong.py").write_text("from common.sampler import share\n\nshare('four', 1, 2)\n")
-    done = subprocess.run([*mypy, tmp_path / "wrong.py"], **how)
+    done = ran(*mypy, tmp_path / "wrong.py")
     assert done.returncode == 1 and "arg-type" in done.stdout, (
         "a checker that finds nothing wrong anywhere checks nothing"
     )

@@ -96,34 +96,17 @@ def test_a_killed_fork_server_is_replaced_too(jobs, tmp_path):
     assert audit(tmp_path / "run") == CLEAN
 
 
-def test_workers_die_with_a_killed_launcher(jobs, tmp_path):
-    job = warm(jobs, *PACED, "--run-dir", tmp_path / "run")
-    workers = wait_for(tmp_path / "run", 3, 0, job)["pids"]
-    server = fork_server(job)
-    job.kill()
-    until(lambda: not {server, *workers} & set(jobs.alive()), "the workers' end")
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGUSR1,
-        pytest.param(signal.SIGHUP, marks=pytest.mark.skipif(NOHUP, reason="nohup")),
-    ],
-)
-def test_sigterm_sigint_sigusr1_or_sighup_leaves_143_and_the_same_command_goes_on_to_0(
-    jobs, tmp_path, number
-):
+def test_sigterm_sigint_sigusr1_or_sighup_leaves_143_and_the_same_command_goes_on_to_0(jobs, tmp_path):
     run = tmp_path / "run"
-    job = warm(jobs, *PACED, "--run-dir", run)
-    wait_for(run, 3, 0, job)
-    job.kill(number)
-    job.ends_with(143)
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1] + [signal.SIGHUP] * (not NOHUP)
+    for life, number in enumerate(numbers):
+        job = warm(jobs, *PACED, "--run-dir", run)
+        wait_for(run, 3 + 4 * life, life, job)
+        job.kill(number)
+        job.ends_with(143)
     warm(jobs, *PACED, "--run-dir", run, nproc=3).ends_with(0)
     assert audit(run) == CLEAN
-    assert [life["world"] for life in lives(run)] == [2, 3]
+    assert [life["world"] for life in lives(run)] == [2] * len(numbers) + [3]
 
 
 def test_a_stop_before_the_first_step_leaves_143_too(jobs, tmp_path):

@@ -5,29 +5,28 @@ import socket
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
-from jobs import ROOT, listening, state, until
+from jobs import ROOT, listening, state
 
 STORE = ROOT / "launch" / "store.py"
 
 
 @pytest.fixture
 def store(jobs):
-    job = jobs.start(STORE, "127.0.0.1:0")
-    until(lambda: "store on" in job.output, "the store")
-    yield job, int(job.output.split(":")[-1])
-    job.kill()
-    job.wait()
+    store, _ = jobs.store()
+    yield store
+    store.kill()
+    store.wait()
 
 
 def test_it_listens_on_the_address_it_was_given_and_on_no_other(store):
-    assert listening(store[0].pid) == {"0100007F"}
+    assert listening(store.pid) == {"0100007F"}
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_ends_it_with_0(store, name):
-    store[0].kill(getattr(signal, name))
-    assert store[0].wait() == 0, store[0].output
-    assert state(store[0].pid) in "ZX"
+    store.kill(getattr(signal, name))
+    assert store.wait() == 0, store.output
+    assert state(store.pid) in "ZX"
 
 
 def test_what_is_no_address_of_ours_is_refused_in_two_lines(jobs):

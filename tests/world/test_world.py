@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import PACED, listening, until, wait_for
+from jobs import listening, until
 from ranks import fork_ranks
 from refusals import refusal
 
@@ -127,18 +127,14 @@ def join_on_gpus(world, uuids):
     return str(found.value), {name for name, value in os.environ.items() if value == "0"}, limits
 
 
-def test_when_nccl_meets_torchs_watchdogs_end_no_process():
-    for _, off, _ in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
+def test_when_nccl_meets_torchs_watchdogs_end_no_process_and_the_meeting_has_an_end():
+    for _, off, limits in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
         assert off >= {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING",
             "TORCH_NCCL_RETHROW_CUDA_ERRORS",
             "TORCH_NCCL_ENABLE_MONITORING",
             "TORCH_NCCL_DUMP_ON_TIMEOUT",
         }
-
-
-def test_when_nccl_meets_the_meeting_has_an_end():
-    for *_, limits in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
         assert limits == [(5 * worlds.MEETING.total_seconds(), {"exit": True, "file": 2})]
 
 
@@ -149,15 +145,6 @@ def test_two_processes_with_one_gpu_are_refused(monkeypatch, uuids, allowed, ref
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed)
     words = [words for words, *_ in fork_ranks(2, lambda world: join_on_gpus(world, uuids)) if words]
     assert len(words) == refused and all("has this GPU" in line for line in words)
-
-
-def test_on_one_machine_the_workers_listen_on_loopback_only_and_die_with_their_agent(jobs, tmp_path):
-    job = jobs.torchrun(2, "train_ddp.py", *PACED, f"--run-dir={tmp_path}", "--epochs=1000", cold=True)
-    pids = wait_for(tmp_path, 1, 0, job)["pids"]
-    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-    assert set().union(*map(listening, pids)) <= loopback
-    job.kill()
-    until(lambda: not {*pids} & set(jobs.alive()), "the workers' end")
 
 
 def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_gloo(monkeypatch):
