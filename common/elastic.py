@@ -10,9 +10,9 @@
 
 Start it with torchrun, launch/local.sh or python; kill it, start it again with another number of processes.
 From another folder: `python CLONE/launch/torchrun.py ... mine.py`, also where that has a `common/` of its
-own; with plain torchrun `PYTHONSAFEPATH=1 PYTHONPATH=CLONE:. torchrun ... mine.py`. `if run.world.rank == 0:`
-lets one rank alone write a file of yours. A rank without samples gets a batch that counts
-nothing, and so does a life that has only a report to make up for: a script needs no special case.
+own; with plain torchrun `PYTHONSAFEPATH=1 PYTHONPATH=CLONE:. torchrun ... mine.py`. A rank without samples
+gets a batch that counts nothing, and so does a life that has only a report to make up for: a script needs no
+special case.
 """
 
 from collections.abc import Callable, Iterator

@@ -145,12 +145,26 @@ def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Modu
     if model:
         given["model"] = model
     else:
+        given["model"] = _as_where_it_was_trained(run, given)
         refuse_foreign_code(run, {"model": given["model"]})
     opts = Options(**given | own)
     data = DataFacts(**facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
     net = build_model(opts, data)
     net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
     return net.eval()
+
+
+def _as_where_it_was_trained(run, given):
+    """--model of a run; a relative path begins where it was typed, as a relative --run-dir does."""
+    model = given["model"]
+    path = Path(model.rpartition(":")[0])
+    place = str(Path(run).resolve())
+    home = place.removesuffix(f"/{given['run_dir']}")
+    if home != place and Path(home, path).is_file():
+        return str(Path(home, model))
+    if path.suffix == ".py" and not path.is_file():
+        raise UserError(f"{run}: there is no file {path}\nname it: load({str(run)!r}, model='PATH/{model}')")
+    return model
 
 
 def check_net(net: nn.Module, name: str) -> None:

@@ -129,5 +129,5 @@ def test_a_tensor_that_is_expanded_is_pinned_like_others(monkeypatch):
     monkeypatch.setattr(loading, "gpus", lambda: ("a GPU",))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: torch.tensor(x.stride()))
     samples = SimpleNamespace(fetch=lambda ids, *_: torch.ones(2).expand(3, 2))
-    (parts,) = loaded(samples, [[[0]]], options("x"))
+    (parts,) = loaded(samples, [[[0]]], options("x", device="auto"))
     assert parts[0][1].tolist() == [2, 1]

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,17 @@ def test_the_best_net_of_a_run_the_newest_and_that_of_a_step_evaluate_as_the_run
         net = load(tmp_path / "run", which)
         assert not net.training and net.head.weight is net.words.weight
         assert metrics(net, dataset="random:64x4")[0] == pytest.approx(said[step], rel=1e-5)
+
+
+def test_load_finds_a_file_from_any_folder_or_asks_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    run(Path("runs/own"), 1, ROWS | {"model": "own.py:net", "epochs": 1})
+    monkeypatch.chdir("/")
+    assert load(tmp_path / "runs/own").last.out_features == 2
+    Path(tmp_path, "own.py").rename(tmp_path / "moved.py")
+    with refusal(r"there is no file own.py(.|\n)*model='PATH/own.py:net'"):
+        load(tmp_path / "runs/own")
 
 
 @pytest.mark.parametrize("whose", ["of the run's own folder", "of another user"])
