@@ -26,6 +26,7 @@ from torch import Tensor, nn, optim
 
 from common.checkpoint import Damaged, checkpoints, describe, read_facts
 from common.data import Batch, Data, batches, load_data
+from common.device import gpus
 from common.errors import UserError, blamed, say
 from common.ledger import Audit, Clock, Log, deaths_of, named, newest_lives
 from common.options import Options, read_options
@@ -45,7 +46,7 @@ class Run:
         self.own_data = own_data
         self.clock = Clock()
         refuse_a_crash_loop()
-        if opts.device != "cpu" and torch.cuda.device_count():
+        if opts.device != "cpu" and gpus():
             wait_for_survivors()  # they have the memory
         self.world = join(opts)  # without RANK and WORLD_SIZE a world of one
 
