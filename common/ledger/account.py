@@ -45,7 +45,7 @@ def lives_of(*run_dirs: Path) -> list[Life]:
 def each_life(*run_dirs: Path) -> Iterator[Life]:
     """Yield what `lives_of` returns, one life at a time."""
     paths = [run_dir / "ledger.jsonl" for run_dir in run_dirs]
-    events = filter(_is_whole, chain.from_iterable(map(read, paths)))
+    events: Iterable[Record] = filter(_is_whole, chain.from_iterable(map(read, paths)))
     if len(paths) > 1:
         events = sorted(events, key=itemgetter("t"))
     life = None
