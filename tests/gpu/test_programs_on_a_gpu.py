@@ -7,18 +7,20 @@ from program import loop, script
 from test_programs import check, rows_by
 
 pytestmark = needs(1)
+OF_A_CPU = {"Arcface"}
 
 
 @pytest.mark.parametrize(("program", "door"), rows_by(script, loop))
 def test_a_program_has_the_numbers_of_a_plain_loop_or_is_refused_on_a_gpu(
     program, door, tmp_path, monkeypatch
 ):
-    if program.told and not program.refused:
-        pytest.skip("it is told of several processes")
+    if type(program).__name__ in OF_A_CPU or program.told and not program.refused:
+        pytest.skip("its own tensors lie on a CPU, or it is told of several processes")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible(1))  # of its forks, which begin to use it
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else an optimizer here spoils CUDA for them
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     program.device = "cpu" if fake() else "cuda:0"
     program.lives = (1, 4), (1, 0)
     program.refused_at = {1} & {*program.refused_at}
-    program.tolerance *= 10
+    program.tolerance *= 100 if "amp" in program.flags or hasattr(program, "kind_of_weight") else 10
     check(program, door, tmp_path)

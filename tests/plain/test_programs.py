@@ -319,7 +319,7 @@ class Diffusion(Program):
     def loss(self, net, batch):
         x, _ = batch
         noise = torch.randn_like(x)
-        error = net(x + torch.rand(len(x), 1) * noise) - noise
+        error = net(x + torch.rand_like(x[:, :1]) * noise) - noise
         return {"loss": (error.square().sum(), len(x))}
 
 
@@ -947,7 +947,7 @@ class Ids(Program):
         if batch.ids:
             train, _ = self.sets()
             x, _ = self.collate([train[i] for i in batch.ids])
-            assert torch.equal(batch.x, x)
+            assert torch.equal(batch.x.cpu(), x)
         return super().values(run, batch)
 
 

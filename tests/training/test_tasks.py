@@ -189,7 +189,7 @@ def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
     before = life.weights()
     batch = life.data.train.fetch([0, 1])
     batch["y"].fill_(-100)
-    record = life.step(Batch([(2, batch)], [0, 1], 2))
+    record = life.step(Batch([([0, 1], batch)], 2))
     assert "loss" not in record and "acc" not in record and life.state.progress.step == 1
     assert all(torch.equal(before[name], tensor) for name, tensor in life.weights().items())
 
