@@ -9,6 +9,7 @@ import pytest
 import torch
 from fakes import fake_gpu
 from ranks import fork_ranks
+from refusals import refusal
 from samples import Samples, share_of, state_of
 from test_readme import COMMON, fenced, section
 from torch import nn
@@ -112,6 +113,12 @@ def live_in_stages(world, devices, flags):
         backward(model.tree or model, share_of(x, y, opts), state, world)
         state.update(3)
         evaluate(model, Samples(x, y), state, world)
+
+
+def test_replicas_on_a_cpu_and_a_gpu_are_refused():
+    devices = torch.device("cpu"), torch.device("cuda:0")
+    with refusal("--devices cpu,cuda:0: nn.DataParallel drives devices of one kind"):
+        distribute(nn.Linear(6, 3), Options(script="dp"), SimpleNamespace(devices=devices, device=devices[0]))
 
 
 # ---- an optimizer that a script has made before its net moved -------------------------------------
