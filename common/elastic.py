@@ -66,6 +66,7 @@ class Elastic:
         self.optimizer = optimizer
         self.sets = (dataset, dataset if test_set is None else test_set)
         self.schedule = schedule
+        self.called = False
         self.trained = False
         self.kept = {}
         self.given = {
@@ -224,12 +225,12 @@ class Elastic:
         """
         gradient = self.gradient
         state = self.state
-        if not gradient.batch.size:
+        if self.kept:  # in a batch that is only there for a report
             return state.statistics.reset()
         self._check_step()
         state.task.check_sum(loss)
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
-        totals = torch.stack([loss.detach().double(), counted])
+        totals = torch.stack([loss.detach().to(counted), counted])
         counts = bool(gradient.ids)
         self.trained = True
         gradient.add(loss * counts, totals * counts)
@@ -244,6 +245,8 @@ class Elastic:
             self.run.log_step(totals)
 
     def _check_step(self):
+        if not self.gradient.batch.size:
+            raise UserError("run.step before the first batch\ncall it in a loop over run: for batch in run")
         if self.trained:
             raise UserError("run.step was called twice for one batch\nadd the losses, and call it once")
         if not self.called:

@@ -111,8 +111,10 @@ class Pipeline(nn.Module):
     def forward(self, *args, **kwargs):
         """The net's output, in one process."""
         x = self.stages[0](*args, **kwargs)
+        places = {}  # by kind of device: its stages draw as one generator would
         for before, stage in itertools.pairwise(self.stages):
-            stage.generator.set_state(before.generator.get_state())  # draw as one generator would
+            places[before.device.type] = before.generator.get_state()
+            stage.generator.set_state(places.get(stage.device.type, stage.generator.get_state()))
             x = stage(x.to(stage.device))
         return x.to(self.world.device) if self.parts > 1 else x
 

@@ -47,7 +47,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
             if values is None or number >= len(blocks):
                 continue
             if not task.names:
-                task.learn(values)
+                task.learn(values, world.device)
             counted = task.add(task.zeros(world.device), values)
             found[number] = counted[: 2 * len(task.names)].clone()
             totals = counted if totals is None else totals.add_(counted)

@@ -173,13 +173,18 @@ def _make_state(optimizer):
     zeros = {}  # by kinds of weights: a state that begins with nothing else
     for group, weight in weights:
         kind = (id(group), weight.dtype, weight.device, weight.shape, local(weight).stride())
-        if kind in zeros:
+        # a script may have made it before its net moved to the device; counters stay
+        given = {
+            name: value.to(weight.device) if torch.is_tensor(value) and value.dim() else value
+            for name, value in states.get(weight, {}).items()
+        }
+        if kind in zeros and not given:
             states[weight] = {name: torch.zeros_like(value) for name, value in zeros[kind].items()}
             continue
-        _, state = _step_of_twin(optimizer, group, weight, states.get(weight, {}), 0.0)
+        _, state = _step_of_twin(optimizer, group, weight, given, 0.0)
         states[weight] = state.first
         # what a user's optimizer makes may be zeros for this weight alone
-        if is_torchs and not any(value is None or value.any() for value in state.first.values()):
+        if is_torchs and not any(value is None or local(value).any() for value in state.first.values()):
             zeros[kind] = state.first
     if weights and not is_torchs:
         group, weight = weights[-1]

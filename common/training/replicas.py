@@ -74,6 +74,11 @@ def replicate(net, opts, world):
             "--compile: train_dp.py copies the net to its devices in each forward, which breaks "
             "compiled code\nleave it out, or use train_ddp.py, or one device"
         )
+    if len({device.type for device in world.devices}) > 1:
+        raise UserError(
+            f"--devices {','.join(map(str, world.devices))}: nn.DataParallel drives devices of one kind\n"
+            "name CPUs or GPUs alone"
+        )
     replica = Replica(net, partial(autocast, opts, world.device))
     if is_gpu(world.device):
         return Replicas(replica, device_ids=[d.index for d in world.devices])

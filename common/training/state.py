@@ -72,8 +72,10 @@ class TrainState:
         self.progress = Progress(opts, samples)
         self.rate = lambda step: learning_rate(step, opts, self.progress.steps_per_epoch, schedule)
         best_of(opts, self.task)  # a wrong --best is told before the first step
-        self.scaler = torch.amp.GradScaler(enabled=opts.amp == "fp16")  # else it does nothing
         self.names = {p: name for name, p in net.named_parameters()}
+        self.device = next((p.device for p in self.names), torch.device("cpu"))
+        # without fp16 it does nothing
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=opts.amp == "fp16")
         self.statistics = Statistics(net)
         self.ema: dict[str, Tensor] = {}  # averaged weights by name
         self.own: dict[str, Tensor] = {}  # the net's weights while it has the averages
@@ -82,7 +84,6 @@ class TrainState:
                 kind = torch.promote_types(p.dtype, torch.float32)  # in 16 bits they would stand still
                 self.ema[name] = p.detach().to(kind, copy=True)
         self.lock = threading.RLock()
-        self.device = next((p.device for p in self.names), torch.device("cpu"))
         self.updated: torch.Event | None = None  # after all that has changed weights
         self.ready = 0  # size of the batch whose gradient is finished
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated

@@ -217,7 +217,7 @@ class Task:
         training = net.training
         net.eval()
         with torch.no_grad(), seeded(opts.seed, "task"):
-            self.learn(values_of(first))
+            self.learn(values_of(first), device)
             with suppress(UserError):  # two samples may be no batch
                 alone = values_of(first), values_of(other)
                 together = [values_of(first, other) for _ in range(2)]
@@ -235,8 +235,8 @@ class Task:
                 "a mean, or a loss that compares samples, depends on the number of processes"
             )
 
-    def learn(self, values):
-        """Takes names and shapes from what the function returned of one sample."""
+    def learn(self, values, device):
+        """Takes names and shapes from what the function returned of one sample on this device."""
         with blamed(f"what --task {self.spec} returned", WANTED):
             self.names = [name for name, value in values.items() if not isinstance(value, Tensor)]
             self.shapes = {name: [*values[name].shape] for name in values if name not in self.names}
@@ -244,8 +244,6 @@ class Task:
                 raise TypeError(f"{', '.join(self.shapes)}: numbers without a count")
             if not self.names:
                 raise TypeError("no value is a (sum, count)")
-            loss, _ = values[self.names[0]]
-            device = torch.as_tensor(loss).device
             metrics = self.metrics(self.add(self.zeros(device), values))
         self.shown = [*dict.fromkeys([*self.names, *metrics])]
 
@@ -268,8 +266,8 @@ def terms_of(made_by):
 
 
 def nothing(tensors):
-    """0, as a function of all these tensors."""
-    return sum(tensor.flatten()[:0].abs().sum() for tensor in tensors)
+    """0, as a function of all these tensors; stages of one process lie on several devices."""
+    return sum(tensor.flatten()[:0].abs().sum().to(tensors[0].device) for tensor in tensors)
 
 
 class Answer(nn.Module):

@@ -40,6 +40,8 @@ def test_the_example_is_killed_and_its_errors_have_the_exit_codes_of_the_scripts
 
 
 # ---- twenty users -----------------------------------------------------------------------------------
+BATCHES = "        for batch in run:"
+CALL_EARLY = "run.model(torch.zeros(2, 8))"
 CALL, STEP = "run.model(batch.x)", "            run.step(loss, count=len(batch.y))"
 REPORT = "run.report(val_acc=test(run, points))"
 BEGIN, LOOP, AUDIT = "    points = Points()", "            time.sleep(0.02)", "audit=True"
@@ -66,6 +68,7 @@ def after(line, new, indent="            "):
         ("has no len()", ("dataset=points", "dataset=iter([])")),
         ("run.step without run.model", (CALL, "net(batch.x)")),
         ("run.step was called twice", after(STEP, STEP.strip())),
+        ("run.step before the first batch", (BATCHES, f"        run.step({CALL_EARLY}.sum(), 2)\n{BATCHES}")),
         ("keep: '1' is not a whole number from 2", (AUDIT, "keep=1")),
         ("audit: ignored explicit argument 'yes'", (AUDIT, "audit='yes'")),
         (
@@ -108,7 +111,8 @@ def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, run):
     ("how", "code"), [("break", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", 130)]
 )
 def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, run, how, code):
-    change(script, after(STEP, f"if run.state.progress.step == 7: {how}"))
+    early = BATCHES, f"        test(run, points)\n{BATCHES}"
+    change(script, after(STEP, f"if run.state.progress.step == 7: {how}"), early)
     jobs.start(script).ends_with(code)
     assert steps_on_disk(run) == [7]
 
