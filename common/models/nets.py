@@ -145,7 +145,7 @@ def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Modu
     if model:
         given["model"] = model
     else:
-        given["model"] = _as_where_it_was_trained(run, given)
+        _ask_for_its_file(run, given)
         refuse_foreign_code(run, {"model": given["model"]})
     opts = Options(**given | own)
     data = DataFacts(**facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
@@ -154,17 +154,16 @@ def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Modu
     return net.eval()
 
 
-def _as_where_it_was_trained(run, given):
-    """--model of a run; a relative path begins where it was typed, as a relative --run-dir does."""
-    model = given["model"]
-    path = Path(model.rpartition(":")[0])
-    place = str(Path(run).resolve())
-    home = place.removesuffix(f"/{given['run_dir']}")
-    if home != place and Path(home, path).is_file():
-        return str(Path(home, model))
+def _ask_for_its_file(run, given):
+    """UserError if the file of --model is not here: what lies beside a run may be a stranger's, as the run."""
+    path = Path(given["model"].rpartition(":")[0])
     if path.suffix == ".py" and not path.is_file():
-        raise UserError(f"{run}: there is no file {path}\nname it: load({str(run)!r}, model='PATH/{model}')")
-    return model
+        place = str(Path(run).resolve())
+        home = place.removesuffix(f"/{given['run_dir']}")
+        where = "PATH" if home == place else home
+        raise UserError(
+            f"{run}: there is no file {path} here\nname it: load({str(run)!r}, model='{where}/{given['model']}')"
+        )
 
 
 def check_net(net: nn.Module, name: str) -> None:
