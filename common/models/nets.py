@@ -155,15 +155,13 @@ def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Modu
 
 
 def _ask_for_its_file(run, given):
-    """UserError if the file of --model is not here: what lies beside a run may be a stranger's, as the run."""
+    """UserError if the file of --model is not here: one beside the run may be a stranger's, as the run."""
     path = Path(given["model"].rpartition(":")[0])
     if path.suffix == ".py" and not path.is_file():
         place = str(Path(run).resolve())
         home = place.removesuffix(f"/{given['run_dir']}")
-        where = "PATH" if home == place else home
-        raise UserError(
-            f"{run}: there is no file {path} here\nname it: load({str(run)!r}, model='{where}/{given['model']}')"
-        )
+        named = f"{'PATH' if home == place else home}/{given['model']}"
+        raise UserError(f"{run}: there is no file {path} here\nname it: load({str(run)!r}, model={named!r})")
 
 
 def check_net(net: nn.Module, name: str) -> None:
