@@ -59,7 +59,6 @@ from common.checkpoint.folder import (
 )
 from common.checkpoint.layout import Layout, Named
 from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
-from common.errors import UserError
 
 LOOKED_AT = 3  # checkpoints before a start; one that is loaded is compared too
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -268,17 +267,8 @@ class Writer:
             delete(aside)
             os.rename(passing, aside)
 
-    def _is_ours(self, folder):
-        """Whether a checkpoint is of this run, as far as it can be read."""
-        try:
-            return read_manifest(folder)["run"] == self.run
-        except UserError:  # of another format
-            return False
-        except (Damaged, OSError):
-            return True
-
     def prune(self, step: int, keep: int, every: int, agreed: int) -> None:
-        """Deletes older checkpoints of this run, and then what was put aside, too.
+        """Deletes older checkpoints, and then what was put aside, too.
 
         Kept are this step, the newest `keep`, one `every` so many steps, the best, and the newest one up to
         the step on which all ranks `agreed`.
@@ -291,7 +281,6 @@ class Writer:
         kept = {step, best, newest_agreed, *steps[:keep]}
         kept |= {number for number in steps if every and number % every == 0}
         extra = [folder for number, folder in choices if number not in kept or latest[number] != folder]
-        extra = [*filter(self._is_ours, extra)]
         if extra:
             extra += self.root.glob(f"{ASIDE}*")
         for folder in extra:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stores import a_life, is_at, options, refused, resumes_at, save, steps_of, two_checkpoints
+from stores import a_life, is_at, options, refused, resumes_at, save, two_checkpoints
 
 from common.checkpoint import reader, writer
 from common.checkpoint.__main__ import main
@@ -52,20 +52,6 @@ def test_a_start_reads_few_checkpoints_and_an_old_one_of_another_run_is_refused_
         (root / f"step-0000000{step}/model.safetensors").write_bytes(b"")
     refused(opts, "step-00000003 is of another run\nmove it away")
     assert len([*root.glob("step-*")]) == 5
-
-
-def test_an_old_checkpoint_of_another_run_or_format_is_never_deleted(tmp_path):
-    opts, root = two_checkpoints(tmp_path, steps=(4, 5, 6, 7), keep=9)
-    _, others = two_checkpoints(tmp_path / "other", steps=(2, 3), seed=3, lr=0.5)
-    for step in (2, 3):
-        shutil.copytree(others / f"step-0000000{step}", root / f"step-0000000{step}")
-    path = root / "step-00000002/manifest.json"
-    manifest = json.loads(path.read_bytes())
-    del manifest["seal"]
-    path.write_bytes(sealed(manifest | {"format": 5}))
-    with a_life(options(tmp_path, keep=2)) as life:
-        save(life, 8)
-    assert steps_of(opts) == [8, 7, 3, 2]
 
 
 def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(tmp_path):
