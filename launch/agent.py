@@ -78,25 +78,28 @@ class Forks(processes_api.PContext):
     """The processes of one life on this machine: forks of multiprocessing's fork server."""
 
     run_dir = None  # of the training, if it has one
-    alone = False  # a training of ours on one machine, which prints here: each life is as the one before
-    successors = ()  # the processes of the next life, until it begins
+    # a training of ours on one machine, which prints here and meets without the agent: lives differ by their
+    # number and their port
+    alone = False
+    successors = []  # the processes of the next life, until it begins
     closing = threading.Lock()
 
     def _start(self):
-        self.processes = Forks.successors or self.fork(self.envs)
-        Forks.successors = ()
+        self.processes = Forks.successors
+        Forks.successors = []
+        if not self.processes:
+            self.fork(self.envs, self.processes)
         (self.folder / SURVIVORS).unlink(missing_ok=True)
 
-    def fork(self, envs):
+    def fork(self, envs, processes):
+        """Adds a process for each rank, one by one: a signal or an error may end this half way."""
         server = multiprocessing.get_context("forkserver")
-        processes = []
         for rank in range(self.nprocs):
             script, *words = self.args[rank]
             outputs = [self.stdouts[rank], self.stderrs[rank]]
             process = server.Process(target=work, args=(script, words, envs[rank], outputs))
             process.start()
             processes.append(process)
-        return processes
 
     def fork_successors(self):
         """Starts the next life's processes while the survivors save: see `wait_for_survivors` in place.py.
@@ -109,10 +112,16 @@ class Forks(processes_api.PContext):
         (self.folder / SURVIVORS).touch()
         changed = {"TORCHELASTIC_RESTART_COUNT": str(restart + 1), "MASTER_PORT": str(get_free_port())}
         envs = {}
-        for rank, path in self.error_files.items():
-            path = path.replace(f"attempt_{restart}", f"attempt_{restart + 1}")
+        for rank in self.error_files:
+            path = f"{self.folder}/attempt_{restart + 1}/{rank}/error.json"
             envs[rank] = self.envs[rank] | changed | {"TORCHELASTIC_ERROR_FILE": path}
-        Forks.successors = self.fork(envs)
+        self.fork(envs, Forks.successors)
+
+    @staticmethod
+    def end_successors():
+        for process in Forks.successors:
+            process.kill()
+        Forks.successors.clear()
 
     @property
     def folder(self):
@@ -138,8 +147,10 @@ class Forks(processes_api.PContext):
                 self.note_death(rank, code)  # before the survivors are asked to end: one of them prints it
                 failures[rank] = ProcessFailure(rank, self.processes[rank].pid, code, error_file="")
         if any(code and code < 0 for code in codes):
-            with suppress(OSError, EOFError):  # no room, or no fork server: then they begin later
+            try:
                 self.fork_successors()
+            except (OSError, EOFError):  # no room, or no fork server: then they begin later
+                self.end_successors()
         self.close()
         return processes_api.RunProcsResult(dict.fromkeys(self.pids()), failures, self.stdouts, self.stderrs)
 
@@ -342,8 +353,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             self.leave()
             raise cause from None
         finally:
-            for process in Forks.successors:
-                process.kill()
+            Forks.end_successors()
         if not result:
             tell("torchrun: the job is over, it has not needed this machine")
             return RunResult(WorkerState.SUCCEEDED)
@@ -469,7 +479,8 @@ def refuse(message):
 
 def settle(args, folder):
     """Fills in what a person has left open; `folder` is temporary."""
-    args.log_dir = args.log_dir or folder  # else torchrun leaves a folder behind at every start
+    if args.log_dir in (None, "", os.devnull):
+        args.log_dir = folder  # else torchrun leaves a folder behind at every start, or has none for notes
     args.rdzv_conf = f"{MEETING},{args.rdzv_conf}".strip(",")  # the last one of a name counts
     if args.standalone or args.nnodes in ("1", "1:1") and not args.rdzv_endpoint:
         # On one machine the agent meets only itself: a file is enough, and no port is open to the network.
@@ -521,7 +532,9 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
         Agent.facts = facts_of(options)
         if not (args.module or args.no_python or args.numa_binding or args.start_method != "forkserver"):
             local_elastic_agent.start_processes = start_forks
-            Forks.alone = bool(options) and config.max_nodes == 1 and {args.redirects, args.tee} == {"0"}
+            own_store = os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+            prints_here = {args.redirects, args.tee} == {"0"}
+            Forks.alone = bool(options) and config.max_nodes == 1 and own_store and prints_here
             Forks.run_dir = options and options.run_dir
             words = words[words.index(args.training_script) :]
         return serve_config(config, command, words, agents)

@@ -73,7 +73,7 @@ def main():
         parser.error(f"no program {command[0]}")
     try:
         process = os.pidfd_open(words.pid or os.getpid())
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         parser.error(f"--pid {words.pid}: {error}")
     if command:
         if os.fork():

@@ -169,7 +169,9 @@ class Fence:
 
     def claim(self) -> None:
         """Takes the run, or raises UserError with the owner's name."""
-        may_wake_up = self._wait()
+        self._wait()
+        # one that has left may still log a step
+        may_log = not has_ended(read_record(self.path) or {}, "process")
         self.held = Held(self.path, self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
         with suppress(FileExistsError):
             os.mkdir(self.staging, 0o700)
@@ -180,7 +182,7 @@ class Fence:
                 "this one has stopped; it had saved nothing yet"
             )
         self._sweep([name for name in names if name.startswith(".life-") and name != self.staging.name])
-        if may_wake_up:
+        if may_log:
             make_anew(self.path.with_name("metrics.jsonl"), self.staging / "metrics")
 
     def release(self) -> None:
@@ -196,8 +198,7 @@ class Fence:
     def _wait(self):
         """Waits until the owner has left, has ended or stands still. UserError if a job that lives has it.
 
-        Returns whether the owner may wake up. An earlier life of our own job is waited for, or one whose
-        agent has died: it may save.
+        An earlier life of our own job is waited for, or one whose agent has died: it may save.
         """
         us = this_process()
         reported = False
@@ -206,9 +207,9 @@ class Fence:
             near = earlier or owner.get("machine") in (us["machine"], None)
             name = f"host {owner.get('host')}, pid {owner.get('pid')}"
             if counter.seconds >= (STALE_SECONDS if near else LEASE_SECONDS):
-                return True
+                return
             if earlier and waited > SAME_JOB_SECONDS:
-                return True
+                return
             if not earlier and counter.moves and waited > MOVING_SECONDS:
                 raise UserError(
                     f"{self.path.parent} is in use by another job: {name}\n"
@@ -218,7 +219,6 @@ class Fence:
             if not reported and waited > MOVING_SECONDS / 2:
                 say(f"{self.path.parent}: waiting for {name}, which has the folder")
                 reported = True
-        return False
 
     def _sweep(self, names):
         """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""

@@ -3,15 +3,15 @@
 From the checkpoints that each owner of a folder offers to the tensors and counters of every rank.
 
 All ranks try the offered names together, the newest first. Each rank reads what it needs out of the folder
-it sees, straight into its tensors, with all checks of checkpoint/reader.py. Ranks of one machine that need
-the same hash a share of it each: what one of them finds wrong, none of them has read, and fingerprints of all
-that they have read are compared. The first rank that could read it
-sends facts and tables to all. A rank that could not, or that has other bytes under this name, gets each
-tensor from that one. If no rank has all bytes, all try the next name, which overwrites the tensors. What
-cannot be read, though nothing shows that it is damaged, is not passed over: the life ends, and the next one
-tries again.
+it sees, straight into its tensors, with all checks of checkpoint/reader.py. Ranks of one machine that see one
+folder and need the same hash a share of it each: what one of them finds wrong, none of them has read, and
+fingerprints of all that they have read are compared. The first rank that could read it sends facts and tables
+to all. A rank that could not, or that has other bytes under this name, gets each tensor from that one. If no
+rank has all bytes, all try the next name, which overwrites the tensors. What cannot be read, though nothing
+shows that it is damaged, is not passed over: the life ends, and the next one tries again.
 """
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,7 +120,8 @@ def load_newest(world, reader, choices, owns):
     offered = [[step, name] for name, (step, _) in own.items() if owns]
     steps = {name: step for rows in gather(world, offered) for step, name in rows}
     skipped = []
-    machines = gather(world, [this_process()["machine"], world.rank - world.local_rank])
+    folder = os.stat(choices[0][1].parent)[1:3] if choices else None  # as this machine numbers it
+    machines = gather(world, [this_process()["machine"], world.rank - world.local_rank, folder])
     # of each rank the first one of those that share the hashing, as they read the same
     first = [machines.index(machine) if world.parts == 1 else rank for rank, machine in enumerate(machines)]
     share = first[: world.rank].count(first[world.rank]), first.count(first[world.rank])

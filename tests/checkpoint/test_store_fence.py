@@ -111,9 +111,11 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
         assert steps_of(opts) == [3, 2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "leaves"), [(signal.SIGSTOP, False), (signal.SIGSTOP, True), (signal.SIGKILL, False)]
+)
 def test_what_a_stopped_owner_logs_when_it_wakes_up_is_in_no_file_of_the_next_life(
-    tmp_path, monkeypatch, number
+    tmp_path, monkeypatch, number, leaves
 ):
     """After an owner that has ended, the file stays: nothing is copied."""
     opts = options(tmp_path)
@@ -122,6 +124,8 @@ def test_what_a_stopped_owner_logs_when_it_wakes_up_is_in_no_file_of_the_next_li
     def log(life):
         metrics = Metrics(opts.run_dir, 0)
         metrics.write({"step": 1, "epoch": 1})
+        if leaves:  # a rescue tells so before its process ends
+            life.store.fence.leave()
         os.kill(os.getpid(), number)
         metrics.write({"step": 2, "epoch": 1, "late": True})
 

@@ -172,6 +172,17 @@ def test_what_a_rank_takes_unhashed_is_compared_with_what_others_hashed(tmp_path
     assert fork_ranks(2, begin) == [([], 1 if share == "its own" else 2, True)] * 2
 
 
+def test_ranks_of_a_machine_that_see_other_folders_hash_all_and_get_what_they_lack(tmp_path):
+    two_checkpoints(tmp_path / "rank0")
+    two_checkpoints(tmp_path / "rank1", steps=(1,))
+
+    def begin(world):
+        with a_life(options(tmp_path / f"rank{world.rank}"), world=world) as life:
+            return is_at(life.state, 2)
+
+    assert fork_ranks(2, begin) == [True, True]
+
+
 @pytest.mark.parametrize(
     "flag, values, may_differ",
     [

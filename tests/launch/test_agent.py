@@ -2,12 +2,14 @@
 
 import base64
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
 import threading
 import time
 from datetime import datetime, timezone
+from types import SimpleNamespace
 
 import pytest
 from jobs import CLEAN, PACED, ROOT, audit, family, free_port, lives, until
@@ -17,7 +19,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
 
-from launch.agent import Agent, trust_little
+from launch.agent import Agent, Forks, trust_little
 
 DIES = """
 import os, signal
@@ -307,3 +309,40 @@ def test_a_strangers_pickle_in_the_store_runs_no_code_and_ends_the_agent_with_a_
     handler(place)._store.set("torch.rendezvous.job", state)
     said = node.ends_with(1)
     assert "The rendezvous state is corrupt" in said and not (tmp_path / "run").exists(), said
+
+
+class OnlyOne:
+    """A process of a fork server that has no room for another."""
+
+    begun = []
+
+    def __init__(self, target, args):
+        self.environment = args[2]
+
+    def start(self):
+        if self.begun:
+            raise OSError("no room")
+        self.begun.append(self)
+
+    def kill(self):
+        self.killed = True
+
+
+def test_where_not_all_processes_of_the_next_life_can_begin_early_none_stays(tmp_path, monkeypatch):
+    folder = tmp_path / "attempt_0/job"
+    folder.mkdir(parents=True)
+    (folder / "opened.0").touch()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=OnlyOne))
+    forks = object.__new__(Forks)
+    forks.alone = True
+    forks.nprocs = 2
+    forks.args = [["train.py"]] * 2
+    forks.envs = [{"TORCHELASTIC_RESTART_COUNT": "0"}] * 2
+    forks.stdouts = forks.stderrs = ["", ""]
+    forks.error_files = {rank: f"{folder}/attempt_0/{rank}/error.json" for rank in range(2)}
+    forks.processes = [SimpleNamespace(exitcode=code, pid=0) for code in (-9, None)]
+    forks.close = lambda: None
+    assert [*forks._poll().failures] == [0]
+    (process,) = OnlyOne.begun
+    assert process.killed and not Forks.successors
+    assert process.environment["TORCHELASTIC_ERROR_FILE"] == f"{folder}/attempt_1/0/error.json"
