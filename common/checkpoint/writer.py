@@ -60,7 +60,6 @@ from common.checkpoint.folder import (
 from common.checkpoint.layout import Layout, Named
 from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
 
-LOOKED_AT = 3  # checkpoints before a start; one that is loaded is compared too
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -100,9 +99,14 @@ class Writer:
         self.moved = 0  # chunks written so far: others see that a rescue makes progress
 
     # ---- what is there ---------------------------------------------------------------------------------
-    def foreign(self) -> Path | None:
-        """One of the newest checkpoints, if it is of another run; UserError if it is of another format."""
-        for _, folder in committed(self.root)[:LOOKED_AT]:
+    def foreign(self, every: int) -> Path | None:
+        """A checkpoint of another run, which this one would delete some day; UserError for another format.
+
+        One that is kept for ever, as one `every` so many steps, is compared if it is loaded.
+        """
+        for step, folder in committed(self.root):
+            if every and step % every == 0:
+                continue
             with suppress(Damaged, OSError):
                 if read_manifest(folder)["run"] != self.run:
                     return folder

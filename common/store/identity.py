@@ -23,7 +23,7 @@ def identify(opts, data, device, writer):
         return ours
     refuse_an_older_one(opts)
     path = opts.run_dir / "options.json"
-    foreign = writer.foreign()
+    foreign = writer.foreign(opts.keep_every)
     try:
         first = writer.read_sealed(path)
     except Damaged as reason:

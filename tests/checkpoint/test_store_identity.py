@@ -36,21 +36,25 @@ def test_a_checkpoint_of_another_run_is_no_damage_and_is_refused(tmp_path):
     assert resumes_at(opts, 1)
 
 
-def test_a_start_reads_few_checkpoints_and_an_old_one_of_another_run_is_refused_when_it_is_its_turn(
+def test_a_checkpoint_of_another_run_that_would_be_deleted_is_refused_and_one_kept_for_ever_if_it_is_loaded(
     tmp_path, monkeypatch
 ):
-    opts, root = two_checkpoints(tmp_path, steps=(4, 5, 6, 7), keep=9)
-    _, others = two_checkpoints(tmp_path / "other", steps=(3,), seed=3, lr=0.5)
-    shutil.copytree(others / "step-00000003", root / "step-00000003")
+    """A start reads few of the many that --keep-every keeps."""
+    opts, root = two_checkpoints(tmp_path, steps=(4, 5, 6, 8), keep=9, keep_every=2)
+    _, others = two_checkpoints(tmp_path / "other", steps=(2, 3), seed=3, lr=0.5)
+    shutil.copytree(others / "step-00000002", root / "step-00000002")
     read = []
     real = reader.read_manifest
     for module in (reader, writer):
         monkeypatch.setattr(module, "read_manifest", lambda folder: read.append(folder.name) or real(folder))
-    assert resumes_at(opts, 7)
-    assert {*read} == {"step-00000007", "step-00000006", "step-00000005"}
-    for step in (4, 5, 6, 7):
+    assert resumes_at(opts, 8)
+    assert {*read} == {"step-00000008", "step-00000005"}
+    shutil.copytree(others / "step-00000003", root / "step-00000003")
+    refused(opts, "step-00000003 is of another run than")
+    shutil.rmtree(root / "step-00000003")
+    for step in (4, 5, 6, 8):
         (root / f"step-0000000{step}/model.safetensors").write_bytes(b"")
-    refused(opts, "step-00000003 is of another run\nmove it away")
+    refused(opts, "step-00000002 is of another run\nmove it away")
     assert len([*root.glob("step-*")]) == 5
 
 
