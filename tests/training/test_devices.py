@@ -146,10 +146,10 @@ def moved(world):
 
 # ---- the loop of one's own in common/README.md ----------------------------------------------------
 def test_the_test_of_the_readmes_loop_runs_on_a_gpu():
-    fork_ranks(1, tested)
+    fork_ranks(1, run_readmes)
 
 
-def tested(world):
+def run_readmes(world):
     names = {"__name__": "my_loop"}
     exec(fenced(section(COMMON, "A loop of your own"), "python")[0], names)
     with fake_gpu() as made:
