@@ -78,8 +78,8 @@ class Forks(processes_api.PContext):
     """The processes of one life on this machine: forks of multiprocessing's fork server."""
 
     run_dir = None  # of the training, if it has one
-    # a training of ours on one machine, which prints here and meets without the agent: lives differ by their
-    # number and their port
+    # A training of ours on one machine, which prints into this terminal, and whose ranks meet at a store of
+    # their own: then a life differs from the one before in its number and its port alone.
     alone = False
     successors = []  # the processes of the next life, until it begins
     closing = threading.Lock()

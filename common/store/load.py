@@ -120,7 +120,10 @@ def load_newest(world, reader, choices, owns):
     offered = [[step, name] for name, (step, _) in own.items() if owns]
     steps = {name: step for rows in gather(world, offered) for step, name in rows}
     skipped = []
-    folder = os.stat(choices[0][1].parent)[1:3] if choices else None  # as this machine numbers it
+    folder = None
+    if choices:  # its numbers on this machine
+        found = os.stat(choices[0][1].parent)
+        folder = found.st_dev, found.st_ino
     machines = gather(world, [this_process()["machine"], world.rank - world.local_rank, folder])
     # of each rank the first one of those that share the hashing, as they read the same
     first = [machines.index(machine) if world.parts == 1 else rank for rank, machine in enumerate(machines)]
