@@ -145,7 +145,7 @@ def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Modu
     if model:
         given["model"] = model
     else:
-        _ask_for_its_file(run, given)
+        _ask_for_its_file(run, given["model"])
         refuse_foreign_code(run, {"model": given["model"]})
     opts = Options(**given | own)
     data = DataFacts(**facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
@@ -154,14 +154,14 @@ def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Modu
     return net.eval()
 
 
-def _ask_for_its_file(run, given):
+def _ask_for_its_file(run, model):
     """UserError if the file of --model is not here: one beside the run may be a stranger's, as the run."""
-    path = Path(given["model"].rpartition(":")[0])
-    if path.suffix == ".py" and not path.is_file():
-        place = str(Path(run).resolve())
-        home = place.removesuffix(f"/{given['run_dir']}")
-        named = f"{'PATH' if home == place else home}/{given['model']}"
-        raise UserError(f"{run}: there is no file {path} here\nname it: load({str(run)!r}, model={named!r})")
+    file, _, name = model.rpartition(":")
+    if file.endswith(".py") and not Path(file).is_file():
+        raise UserError(
+            f"{run}: there is no file {file} here\n"
+            f"name it: load({str(run)!r}, model='PATH/{Path(file).name}:{name}')"
+        )
 
 
 def check_net(net: nn.Module, name: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.checkpoint import Damaged, checkpoints
 from common.errors import UserError, say
+from common.options import with_folder
 from common.world import MAY_DIFFER, bit_facts
 
 
@@ -18,7 +19,8 @@ def identify(opts, data, device, writer):
     always.
     """
     pinned = bit_facts(opts, device)
-    ours = {"options": opts.to_json(), "data": data, "pinned": pinned}
+    options = {name: with_folder(value) for name, value in opts.to_json().items()}
+    ours = {"options": options, "data": data, "pinned": pinned}
     if not opts.is_bound:
         return ours
     refuse_an_older_one(opts)

@@ -58,15 +58,22 @@ def test_the_best_net_of_a_run_the_newest_and_that_of_a_step_evaluate_as_the_run
         assert metrics(net, dataset="random:64x4")[0] == pytest.approx(said[step], rel=1e-5)
 
 
-def test_load_asks_for_a_file_that_is_not_here_and_says_where_it_was(tmp_path, monkeypatch):
+def test_load_finds_the_file_of_the_training_from_any_folder_and_asks_for_one_that_is_gone(
+    tmp_path, monkeypatch
+):
     """It runs no file that lies beside a run: both may come from a stranger."""
-    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there"
+    there.mkdir()
+    monkeypatch.chdir(there)
     Path("own.py").write_text(OWN)
     run(Path("runs/own"), 1, ROWS | {"model": "own.py:net", "epochs": 1})
     monkeypatch.chdir("/")
-    with refusal(rf"there is no file own.py here\nname it: .*model='{tmp_path}/own.py:net'"):
-        load(tmp_path / "runs/own")
-    assert load(tmp_path / "runs/own", model=f"{tmp_path}/own.py:net").last.out_features == 2
+    assert load(there / "runs/own").last.out_features == 2
+    here = there.rename(tmp_path / "here")
+    monkeypatch.chdir(here)
+    with refusal(rf"there is no file {there}/own.py here\nname it: .*model='PATH/own.py:net'"):
+        load("runs/own")
+    assert load("runs/own", model="own.py:net").last.out_features == 2
 
 
 @pytest.mark.parametrize("whose", ["of the run's own folder", "of another user"])
