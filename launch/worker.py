@@ -58,9 +58,8 @@ def work(script: str, words: list[str], environment: dict[str, str], outputs: li
     torch.default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    sys.path[:1] = [str(Path(script).resolve().parent), ROOT]
+    sys.path.remove(ROOT)  # then the script's folder is the first one
     sys.argv = [script, *words]
-    sys.stdout.reconfigure(write_through=True)
     try:
         # a mistake in a script of one's own is made again by each life
         with guarded(debug="--debug" in words):
