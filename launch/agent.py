@@ -5,7 +5,7 @@ _restart_workers, _exit_barrier, _shutdown, _remaining_restarts, _worker_group, 
 (_run_log_dir) and _pcontext (_start, _poll, _close, subprocess_handlers); start_processes as the agent knows
 it; multiprocessing.api's _terminate_process_handler; dynamic_rendezvous' get_method_name, _delay, pickle,
 _BackendRendezvousStateHolder, _RendezvousState, _NodeDesc, _RendezvousExitOp, _node_desc_generator
-(_local_id), _op_executor, _stop_heartbeats, _state_holder, _store, _get_world, _close; c10's
+(_local_id), _op_executor, _stop_heartbeats, _state_holder, _store, _close; c10's
 FLAGS_caffe2_log_level. And of Python's multiprocessing: Process._popen and its _send_signal.
 """
 
@@ -110,9 +110,8 @@ class Forks(processes_api.SubprocessContext):
         """Adds a successor for each rank, one by one: a signal or an error may end this half way."""
         server = multiprocessing.get_context("forkserver")
         for rank in range(self.nprocs):
-            script, *words = self.args[rank]
             outputs = [self.stdouts[rank], self.stderrs[rank]]
-            process = server.Process(target=work, args=(script, words, envs[rank], outputs))
+            process = server.Process(target=work, args=(self.args[rank], envs[rank], outputs))
             process.start()
             Forks.successors.append(process)
 
@@ -214,7 +213,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 super()._rendezvous(group)
                 self.round = self.state.round
                 self.whole = time.monotonic()
-                self.tell_who_is_gone()
+                self.tell_who_is_gone(group)
                 return
             except DistNetworkError:
                 raise
@@ -226,11 +225,11 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             finally:
                 store.set_timeout(patience)
 
-    def tell_who_is_gone(self):
+    def tell_who_is_gone(self, group):
         """Ranks know only that one of another machine has ended."""
         came = {node.addr for node in self.state.participants}
         gone = sorted(self.came - came)
-        if gone and self._rdzv_handler._get_world()[0] == 0:
+        if gone and group.group_rank == 0:
             tell(f"torchrun: without {', '.join(gone)}")
         self.came = came
 

@@ -143,8 +143,9 @@ def line_if_complete(options):
 def start_importing(script, options, folder):
     """Starts the fork server, which imports beside us; a script of one's own may lack the guard of `main`."""
     tempfile.tempdir = folder  # of multiprocessing, which would leave its own behind
-    inherited = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{script.resolve().parent}:{ROOT}:{inherited}".rstrip(":")
+    places = f"{script.resolve().parent}:{ROOT}"
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{places}:{inherited}" if inherited else places
     os.environ["LAUNCHER_PID"] = str(os.getpid())
     training = [script.stem, options.to_json()] if options else ["common.elastic", {}]
     os.environ["LAUNCH_PRELOAD"] = json.dumps(training)

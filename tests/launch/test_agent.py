@@ -317,7 +317,7 @@ class OnlyOne:
     begun = []
 
     def __init__(self, target, args):
-        self.environment = args[2]
+        self.environment = args[1]
 
     def start(self):
         if self.begun:
