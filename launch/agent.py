@@ -79,7 +79,7 @@ def codes_of(life):
 
 
 class Fork:
-    """A process of multiprocessing, handled as torch handles its own."""
+    """A process of multiprocessing in the place of torch's handler of a process."""
 
     def __init__(self, process):
         self.proc = process._popen
@@ -90,7 +90,7 @@ class Fork:
 
 
 class Forks(processes_api.SubprocessContext):
-    """The processes of one life on this machine: forks of multiprocessing's fork server."""
+    """The processes of one life on this machine, watched and ended by torch: forks of a fork server."""
 
     run_dir = None  # of the training, if it has one
     # A training of ours on one machine, which prints into this terminal, and whose ranks meet at a store of
@@ -100,6 +100,7 @@ class Forks(processes_api.SubprocessContext):
     closing = threading.Lock()
 
     def _start(self):
+        """Takes the successors of the life before; forks them now if there are none."""
         if not Forks.successors:
             self.fork(self.envs)
         self.subprocess_handlers = dict(enumerate(map(Fork, Forks.successors)))
@@ -107,7 +108,7 @@ class Forks(processes_api.SubprocessContext):
         (self.folder / SURVIVORS).unlink(missing_ok=True)
 
     def fork(self, envs):
-        """Adds a successor for each rank, one by one: a signal or an error may end this half way."""
+        """Adds a successor for each rank, one by one: an error may end this half way (`end_successors`)."""
         server = multiprocessing.get_context("forkserver")
         for rank in range(self.nprocs):
             outputs = [self.stdouts[rank], self.stderrs[rank]]
@@ -137,7 +138,7 @@ class Forks(processes_api.SubprocessContext):
     def end_successors():
         for process in Forks.successors:
             process.kill()
-        Forks.successors.clear()
+        Forks.successors = []
 
     @property
     def folder(self):
@@ -145,7 +146,7 @@ class Forks(processes_api.SubprocessContext):
         return Path(self.error_files[0]).parents[2]
 
     def _poll(self):
-        """None while all run well. Else the others are asked to end, after the dead were noted."""
+        """None while all run well. Else notes who was killed, and torch asks the others to end."""
         codes = codes_of(self)
         if None in codes and not any(codes):
             return None
@@ -512,7 +513,7 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
         return serve_config(config, command, words)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         if Agent.newest and Agent.newest.codes:
-            raise
+            raise RuntimeError from error  # with its traceback; a broken pipe would have none
         reason = one_line(error) if str(error) else "a number is out of range"
         raise UserError(
             f"torchrun cannot start so: {reason}\nits flags were {' '.join(arguments)}; see torchrun --help",

@@ -131,7 +131,10 @@ def check_options(script, processes):
 
 
 def line_if_complete(options):
-    """What each process would say of a complete run; empty if there is something to train."""
+    """What each process would say of a complete run; empty if there is something to train.
+
+    Reads the ledger's last life alone: a long run has thousands.
+    """
     with suppress(OSError):
         if named(next(newest_lives(options.run_dir), []), "done"):
             from common.run import complete  # imports torch
