@@ -1,12 +1,12 @@
 """torch's elastic agent with exit codes passed on, which continues without machines that die as others meet.
 
-Private names of torch that are used or replaced: the agent's _rendezvous, _start_workers, _monitor_workers,
-_restart_workers, _exit_barrier, _shutdown, _remaining_restarts, _rdzv_handler, _logs_specs (_run_log_dir) and
-_pcontext (_start, _poll, _close); start_processes as the agent knows it; multiprocessing.api's
-_terminate_process_handler; dynamic_rendezvous' get_method_name, _delay, pickle,
+Private names of torch that are used or replaced: the agent's _rendezvous, _monitor_workers,
+_restart_workers, _exit_barrier, _shutdown, _remaining_restarts, _worker_group, _rdzv_handler, _logs_specs
+(_run_log_dir) and _pcontext (_start, _poll, _close, subprocess_handlers); start_processes as the agent knows
+it; multiprocessing.api's _terminate_process_handler; dynamic_rendezvous' get_method_name, _delay, pickle,
 _BackendRendezvousStateHolder, _RendezvousState, _NodeDesc, _RendezvousExitOp, _node_desc_generator
-(_local_id), _op_executor, _stop_heartbeats, _state_holder, _store, _get_world, _close; c10's
-FLAGS_caffe2_log_level.
+(_local_id), _op_executor, _stop_heartbeats, _state_holder, _store, _close; c10's
+FLAGS_caffe2_log_level. And of Python's multiprocessing: Process._popen and its _send_signal.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ import torch
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server import RunResult, WorkerState, local_elastic_agent
 from torch.distributed.elastic.multiprocessing import api as processes_api
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -53,7 +53,7 @@ from common.options import Options
 from common.place import SURVIVORS, in_words
 from launch.worker import work
 
-FINAL = {2, 3, 4, 5, 6, 7}  # bad input, no whole checkpoint, ...: another try cannot mend it
+FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
 STOPPED = 143
 # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
 # comes later is taken in within seconds. The nodes' clocks must differ by less than 6 seconds, or a live node
@@ -66,7 +66,6 @@ AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a mome
 DEAF_SECONDS = 1
 LIVES_IN_VAIN = 3  # in a row: they ended soon, and before the training began
 SOON_SECONDS = 10
-NO_STORE = (RendezvousConnectionError, DistNetworkError)
 
 
 def tell(text):
@@ -74,32 +73,48 @@ def tell(text):
     say(text, sys.stderr)
 
 
-class Forks(processes_api.PContext):
-    """The processes of one life on this machine: forks of multiprocessing's fork server."""
+def codes_of(life):
+    """The exit codes of its processes; None of one that runs."""
+    return [handler.proc.poll() for handler in life.subprocess_handlers.values()]
+
+
+class Fork:
+    """A process of multiprocessing in the place of torch's handler of a process."""
+
+    def __init__(self, process):
+        self.proc = process._popen
+
+    def close(self, death_sig):
+        self.proc._send_signal(death_sig)
+        self.proc._send_signal(signal.SIGCONT)  # nothing else would resume a process that is stopped
+
+
+class Forks(processes_api.SubprocessContext):
+    """The processes of one life on this machine, watched and ended by torch: forks of a fork server."""
 
     run_dir = None  # of the training, if it has one
     # A training of ours on one machine, which prints into this terminal, and whose ranks meet at a store of
     # their own: then a life differs from the one before in its number and its port alone.
     alone = False
-    successors = []  # the processes of the next life, until it begins
+    successors = []  # processes that have begun for the next life
     closing = threading.Lock()
 
     def _start(self):
-        self.processes = Forks.successors
+        """Takes the successors of the life before; forks them now if there are none."""
+        if not Forks.successors:
+            self.fork(self.envs)
+        self.subprocess_handlers = dict(enumerate(map(Fork, Forks.successors)))
         Forks.successors = []
-        if not self.processes:
-            self.fork(self.envs, self.processes)
         (self.folder / SURVIVORS).unlink(missing_ok=True)
 
-    def fork(self, envs, processes):
-        """Adds a process for each rank, one by one: a signal or an error may end this half way."""
+    def fork(self, envs):
+        """Adds a successor for each rank, one by one: an error may end this half way (`end_successors`)."""
         server = multiprocessing.get_context("forkserver")
         for rank in range(self.nprocs):
-            script, *words = self.args[rank]
             outputs = [self.stdouts[rank], self.stderrs[rank]]
-            process = server.Process(target=work, args=(script, words, envs[rank], outputs))
+            process = server.Process(target=work, args=(self.args[rank], envs[rank], outputs))
             process.start()
-            processes.append(process)
+            Forks.successors.append(process)
 
     def fork_successors(self):
         """Starts the next life's processes while the survivors save: see `wait_for_survivors` in place.py.
@@ -111,59 +126,47 @@ class Forks(processes_api.PContext):
             return
         (self.folder / SURVIVORS).touch()
         changed = {"TORCHELASTIC_RESTART_COUNT": str(restart + 1), "MASTER_PORT": str(get_free_port())}
-        envs = {}
-        for rank in self.error_files:
-            path = f"{self.folder}/attempt_{restart + 1}/{rank}/error.json"
-            envs[rank] = self.envs[rank] | changed | {"TORCHELASTIC_ERROR_FILE": path}
-        self.fork(envs, Forks.successors)
+        attempt = f"{self.folder}/attempt_{restart + 1}"
+        self.fork(
+            {
+                rank: env | changed | {"TORCHELASTIC_ERROR_FILE": f"{attempt}/{rank}/error.json"}
+                for rank, env in self.envs.items()
+            }
+        )
 
     @staticmethod
     def end_successors():
         for process in Forks.successors:
             process.kill()
-        Forks.successors.clear()
+        Forks.successors = []
 
     @property
     def folder(self):
         """Notes of the agent and the processes: `notes` in common/place.py."""
         return Path(self.error_files[0]).parents[2]
 
-    def pids(self):
-        return {rank: process.pid for rank, process in enumerate(self.processes)}
-
-    @property
-    def codes(self):
-        """Exit codes; None of a process that runs."""
-        return [process.exitcode for process in self.processes]
-
     def _poll(self):
-        """None while all run well; then those that have failed before the others were asked to end."""
-        codes = self.codes
+        """None while all run well. Else notes who was killed, and torch asks the others to end."""
+        codes = codes_of(self)
         if None in codes and not any(codes):
             return None
-        failures = {}
-        for rank, code in enumerate(codes):
-            if code:
-                self.note_death(rank, code)  # before the survivors are asked to end: one of them prints it
-                failures[rank] = ProcessFailure(rank, self.processes[rank].pid, code, error_file="")
-        if any(code and code < 0 for code in codes):
+        killed = {rank: code for rank, code in enumerate(codes) if code and code < 0}
+        for rank, code in killed.items():
+            self.note_death(rank, in_words(code))
+        if killed:
             try:
                 self.fork_successors()
             except (OSError, EOFError):  # no room, or no fork server: then they begin later
                 self.end_successors()
-        self.close()
-        return processes_api.RunProcsResult(dict.fromkeys(self.pids()), failures, self.stdouts, self.stderrs)
+        return super()._poll()
 
-    def note_death(self, local_rank, code):
+    def note_death(self, local_rank, how):
         """Tells the ledger, and the survivors on this machine, of a process that was killed.
 
         One that fails has told them by itself. `end_of` in common/place.py reads the file.
         """
-        if code > 0:
-            return
-        how = in_words(code)
         with suppress(OSError):  # the disk is full
-            (self.folder / f"death-{self.processes[local_rank].pid}").write_text(how)
+            (self.folder / f"death-{self.pids()[local_rank]}").write_text(how)
         if self.run_dir and self.run_dir.exists():
             ledger = Ledger(self.run_dir, rank=int(self.envs[local_rank]["RANK"]))
             ledger.event("death", why=how)
@@ -171,21 +174,8 @@ class Forks(processes_api.PContext):
 
     def _close(self, death_sig, timeout):
         """Asks all to end, and waits as long as a save may take."""
-        self.signal(death_sig)
-        self.signal(signal.SIGCONT)  # nothing else would resume a process that is stopped
-        deadline = time.monotonic() + int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
         with self.closing:  # two threads that wait for one process would read its exit code by halves
-            for process in self.processes:
-                process.join(max(0, deadline - time.monotonic()))
-            self.signal(signal.SIGKILL)
-            for process in self.processes:
-                process.join(timeout)
-
-    def signal(self, number):
-        for process in self.processes:
-            if process.is_alive():
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+            super()._close(death_sig, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
 
 
 class Agent(local_elastic_agent.LocalElasticAgent):
@@ -195,20 +185,26 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     in_vain = 0  # lives in a row
     came = frozenset()  # addresses of the machines of this life
     facts = {}  # {name: value} that all machines must have in common
+    newest = None  # the agent that runs; another one follows if the store ends
 
     @property
     def codes(self):
-        """Exit codes of the newest life; its processes are forks, or torch's own."""
-        codes = getattr(self._pcontext, "codes", [])
-        if isinstance(self._pcontext, processes_api.SubprocessContext):
-            codes = [handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()]
-        return {*codes} - {None}
+        """Exit codes of the newest life."""
+        return {*codes_of(self._pcontext)} - {None} if self._pcontext else set()
 
     def _rendezvous(self, group):
-        """Meets again if a machine came and died; torch's own agents would all give up."""
+        """The start of a life: finds the other machines, if there may be some."""
         self.ended = False
-        if not self.meets_others:
-            return super()._rendezvous(group)
+        if self.meets_others:
+            self.meet(group)
+        else:
+            super()._rendezvous(group)
+        for path in self.notes("start-*"):
+            path.unlink()  # left by ranks that were killed
+        self.started = time.monotonic()
+
+    def meet(self, group):
+        """Meets again if a machine came and died; torch's own agents would all give up."""
         store = self._rdzv_handler._store
         patience = store.timeout
         while True:
@@ -218,7 +214,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 super()._rendezvous(group)
                 self.round = self.state.round
                 self.whole = time.monotonic()
-                self.tell_who_is_gone()
+                self.tell_who_is_gone(group)
                 return
             except DistNetworkError:
                 raise
@@ -230,11 +226,11 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             finally:
                 store.set_timeout(patience)
 
-    def tell_who_is_gone(self):
+    def tell_who_is_gone(self, group):
         """Ranks know only that one of another machine has ended."""
         came = {node.addr for node in self.state.participants}
         gone = sorted(self.came - came)
-        if gone and self._rdzv_handler._get_world()[0] == 0:
+        if gone and group.group_rank == 0:
             tell(f"torchrun: without {', '.join(gone)}")
         self.came = came
 
@@ -254,12 +250,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                     f"this machine has {name} {self.facts.get(name)}, the others train with {value}\n"
                     "give every machine the same code, environment, data and options"
                 )
-
-    def _start_workers(self, group):
-        for path in self.notes("start-*"):
-            path.unlink()  # left by ranks that were killed
-        self.started = time.monotonic()
-        return super()._start_workers(group)
 
     def _monitor_workers(self, group):
         """Restarts ranks that wait at their start for a dead machine; later they notice by themselves."""
@@ -342,6 +332,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         return self._rdzv_handler._state_holder.state
 
     def run(self, role="default"):
+        Agent.newest = self
         try:
             result = super().run(role)
         except Exception as error:
@@ -394,11 +385,18 @@ class Known(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
 
 
-def look_often():
-    """torch's agents look at the rendezvous once a second, and so form a world a second or two late.
-
-    A thousand of them would flood its store, three would not.
-    """
+def replace_names():
+    """What of torch's is replaced for all agents of this process."""
+    launcher_api.LocalElasticAgent = Agent
+    dynamic_rendezvous.pickle = SimpleNamespace(
+        dumps=pickle.dumps, loads=lambda data: Known(io.BytesIO(data)).load(), PickleError=pickle.PickleError
+    )
+    # In two containers both agents can have the same name and the same process number.
+    dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator._local_id = random.getrandbits(30)
+    # The agent's is asked for with each process: where the name server is away, it takes 5 seconds each time.
+    socket.getfqdn = functools.cache(socket.getfqdn)
+    # torch's agents look at the rendezvous once a second, and so form a world a second or two late. A
+    # thousand of them would flood its store, three would not.
     holder = dynamic_rendezvous._BackendRendezvousStateHolder
     dynamic_rendezvous._BackendRendezvousStateHolder = lambda backend, settings: holder(
         backend, settings, cache_duration=min(1.0, settings.max_nodes / 50)
@@ -408,19 +406,7 @@ def look_often():
     dynamic_rendezvous.get_method_name = lambda: "look"
 
 
-def trust_little():
-    """What else of torch's is replaced: its pickles, and names that need not be one machine's."""
-    dynamic_rendezvous.pickle = SimpleNamespace(
-        dumps=pickle.dumps, loads=lambda data: Known(io.BytesIO(data)).load(), PickleError=pickle.PickleError
-    )
-    # In two containers both agents can have the same name and the same process number.
-    generator = dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator
-    generator._local_id = random.getrandbits(30)
-    # The agent's is asked for with each process: where the name server is away, it takes 5 seconds each time.
-    socket.getfqdn = functools.cache(socket.getfqdn)
-
-
-def listen(agents, folder):
+def listen(folder):
     """Obeys a signal in place of the main thread as long as a silent store keeps that in C."""
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
@@ -437,21 +423,21 @@ def listen(agents, folder):
         if heard.wait(DEAF_SECONDS):
             return
         tell("torchrun: the rendezvous does not answer; asked to stop, this machine leaves")
-        if agents and agents[-1]._pcontext:
-            agents[-1]._pcontext.close(signal.Signals(number))
+        agent = Agent.newest
+        if agent and agent._pcontext:
+            agent._pcontext.close(signal.Signals(number))
         shutil.rmtree(folder, ignore_errors=True)
-        os._exit(code_of_a_stop(agents))
+        os._exit(code_of_a_stop())
 
     processes_api._terminate_process_handler = note
     threading.Thread(target=hear, daemon=True).start()
 
 
-def code_of_a_stop(agents):
-    codes = agents[-1].codes if agents else set()
-    if codes & FINAL:
-        return min(codes & FINAL)
+def code_of_a_stop():
+    """The exit code of a launcher that was asked to end."""
+    codes = Agent.newest.codes if Agent.newest else set()
     unsaved = {1, -signal.SIGKILL} & codes and STOPPED not in codes
-    return 1 if unsaved else STOPPED
+    return min(codes & FINAL, default=1 if unsaved else STOPPED)
 
 
 def facts_of(options):
@@ -498,7 +484,7 @@ def address_towards(endpoint):
     with suppress(OSError):
         if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
             return None
-    with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with suppress(OSError, ValueError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port) % 65536))  # sends nothing
         address = probe.getsockname()[0]
         return None if address.startswith("127.") else address
@@ -506,21 +492,8 @@ def address_towards(endpoint):
 
 def serve(arguments: list[str], folder: str, options: Options | None) -> int:
     """torchrun with these arguments; returns the exit code."""
-    agents = []
-
-    def make_agent(**settings):
-        agents.append(Agent(**settings))
-        return agents[-1]
-
-    def start_forks(start_method, numa_options, **settings):
-        forks = Forks(**settings)
-        forks.start()
-        return forks
-
-    launcher_api.LocalElasticAgent = make_agent
-    look_often()
-    trust_little()
-    listen(agents, folder)
+    replace_names()
+    listen(folder)
     if "LOGLEVEL" not in os.environ:
         hush()
     try:
@@ -534,41 +507,45 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
             local_elastic_agent.start_processes = start_forks
             own_store = os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
             prints_here = {args.redirects, args.tee} == {"0"}
-            Forks.alone = bool(options) and config.max_nodes == 1 and own_store and prints_here
+            Forks.alone = options and config.max_nodes == 1 and own_store and prints_here
             Forks.run_dir = options and options.run_dir
-            words = words[words.index(args.training_script) :]
-        return serve_config(config, command, words, agents)
+            words = [args.training_script, *args.training_script_args]
+        return serve_config(config, command, words)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        if agents and agents[-1].codes:
-            raise
+        if Agent.newest and Agent.newest.codes:
+            raise RuntimeError from error  # with its traceback; a broken pipe would have none
         reason = one_line(error) if str(error) else "a number is out of range"
-        tell(
-            f"error: torchrun cannot start so: {reason}\n"
-            f"       its flags were {' '.join(arguments)}; see torchrun --help"
-        )
-        return 1 if may_pass(error) else 2
+        raise UserError(
+            f"torchrun cannot start so: {reason}\nits flags were {' '.join(arguments)}; see torchrun --help",
+            code=1 if may_pass(error) else 2,
+        ) from error
 
 
-def serve_config(config, command, words, agents):
+def start_forks(start_method, numa_options, **settings):
+    """In place of torch's start_processes."""
+    forks = Forks(**settings)
+    forks.start()
+    return forks
+
+
+def serve_config(config, command, words):
     """Runs the agent, again if the store ends; returns the exit code."""
     while True:
         began = time.monotonic()
-        agents.clear()
+        Agent.newest = None
         try:
             launcher_api.launch_agent(config, command, words)
             return 0
         except processes_api.SignalException:
-            return code_of_a_stop(agents)
-        except UserError as error:
-            tell(f"error: {error}")
-            return error.code
+            return code_of_a_stop()
         except ChildFailedError:
-            return min(agents[-1].codes & FINAL or {1})
-        except (RendezvousError, *NO_STORE) as error:
-            had_met = agents and (agents[-1].meets_others or agents[-1]._pcontext)
-            if not had_met or not isinstance(error, NO_STORE):
-                tell(f"error: {not_met(error, config, time.monotonic() - began)}")
-                return 1
+            return min(Agent.newest.codes & FINAL, default=1)
+        except (RendezvousError, DistNetworkError) as error:
+            agent = Agent.newest
+            had_met = agent and (agent.meets_others or agent._pcontext)
+            store_is_gone = isinstance(error, RendezvousConnectionError | DistNetworkError)
+            if not (had_met and store_is_gone):
+                raise UserError(not_met(error, config, time.monotonic() - began), code=1) from error
             tell("torchrun: the rendezvous does not answer, looking for it again")
 
 
@@ -576,23 +553,20 @@ def not_met(error, config, seconds):
     """Why the machines did not find each other, in three lines."""
     job = f"job {config.run_id} at {config.rdzv_endpoint}"
     if isinstance(error, RendezvousClosedError):
-        return (
-            f"{job} is over: it is complete\n"
-            "       to train on, start all machines again with a new --rdzv_id"
-        )
+        return f"{job} is over: it is complete\nto train on, start all machines again with a new --rdzv_id"
     if isinstance(error, RendezvousTimeoutError):
         return (
             f"{job}: too few machines came in {seconds:.0f} s\n"
-            "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?"
+            "are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?"
         )
     if config.rdzv_backend == "static":
         return (
             f"machine 0 at {config.rdzv_endpoint}: no rendezvous in {seconds:.0f} s ({one_line(error)})\n"
-            "       does it run, and is that port free there? else give all another --master_port"
+            "does it run, and is that port free there? else give all another --master_port"
         )
     return (
         f"{job}: no rendezvous in {seconds:.0f} s ({one_line(error)})\n"
-        "       does `python launch/store.py` run there? "
+        "does `python launch/store.py` run there? "
         "is the address one of that machine, not 127.0.1.1?\n"
-        "       does a firewall stand between? then start it again"
+        "does a firewall stand between? then start it again"
     )

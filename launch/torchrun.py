@@ -25,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 
-from common.errors import UserError, ready_streams, say  # noqa: E402
-from common.ledger import lives_of, named  # noqa: E402
+from common.errors import run_command, say  # noqa: E402
+from common.ledger import named, newest_lives  # noqa: E402
 from common.options import parse_options  # noqa: E402
 from common.place import MEETING  # noqa: E402
 
@@ -56,9 +56,15 @@ LONGEST_PLACE = 40  # characters; the fork server's socket lies below, and the k
 
 def main(arguments):
     """Returns the exit code."""
-    ready_streams()
     place = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="torchelastic_", dir=place if len(place) < LONGEST_PLACE else "/tmp")
+    if len(place) >= LONGEST_PLACE:
+        place = "/tmp"
+    with tempfile.TemporaryDirectory(prefix="torchelastic_", dir=place, ignore_cleanup_errors=True) as folder:
+        return run_command(lambda: launch(arguments, folder), "")
+
+
+def launch(arguments, folder):
+    """Checks the training's options and starts its imports; then torchrun's agent takes over."""
 
     def stop(*_):
         shutil.rmtree(folder, ignore_errors=True)
@@ -68,22 +74,12 @@ def main(arguments):
         signal.signal(number, stop)  # process 1 has no default handlers
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         SETTINGS["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGUSR1"
-    try:
-        return launch(arguments, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def launch(arguments, folder):
-    """Checks the training's options and starts its imports; then torchrun's agent takes over."""
     for name in MEETING:
         os.environ.pop(name, None)  # of an outer job: each worker gets its own
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
+    os.environ |= SETTINGS | os.environ  # a setting that is there stays
     position = find_script(arguments)
     script = arguments[position:]
-    asked = glance(arguments[:position])
-    processes = count(asked)
+    processes, start_method = glance(arguments[:position])
     options = check_options(script, processes) if script else None
     if options and processes:  # one machine
         line = line_if_complete(options)
@@ -94,7 +90,7 @@ def launch(arguments, folder):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     if script:
         os.environ.setdefault("PET_START_METHOD", "forkserver")
-        if asked.start_method in (None, "forkserver"):
+        if start_method == "forkserver":
             start_importing(Path(script[0]), options, folder)
     from launch.agent import serve
 
@@ -110,19 +106,19 @@ def find_script(arguments):
 
 
 def glance(words):
-    """Three of torchrun's options, before torch is imported. Its own parser reads all of them later."""
+    """How many processes torchrun will start, and by which method, before torch is imported.
+
+    0 if only torchrun knows (several machines, one per GPU). Its own parser reads all options later.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     for name in ("nproc_per_node", "nnodes", "start_method"):
         default = os.environ.get(f"PET_{name.upper()}")
         parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", default=default, nargs="?")
-    return parser.parse_known_args(words)[0]
-
-
-def count(asked):
-    """How many processes torchrun will start; 0 if only torchrun knows (several machines, one per GPU)."""
+    asked, _ = parser.parse_known_args(words)
     processes = asked.nproc_per_node or "1"
-    one_machine = asked.nnodes in (None, "1", "1:1")
-    return int(processes) if one_machine and processes.isdecimal() else 0
+    if asked.nnodes not in (None, "1", "1:1") or not processes.isdecimal():
+        processes = "0"
+    return int(processes), asked.start_method or "forkserver"
 
 
 def check_options(script, processes):
@@ -135,9 +131,12 @@ def check_options(script, processes):
 
 
 def line_if_complete(options):
-    """What each process would say of a complete run; empty if there is something to train."""
-    with suppress(UserError, OSError):
-        if named(lives_of(options.run_dir)[-1], "done"):
+    """What each process would say of a complete run; empty if there is something to train.
+
+    Reads the ledger's last life alone: a long run has thousands.
+    """
+    with suppress(OSError):
+        if named(next(newest_lives(options.run_dir), []), "done"):
             from common.run import complete  # imports torch
 
             return complete(options)
@@ -147,8 +146,9 @@ def line_if_complete(options):
 def start_importing(script, options, folder):
     """Starts the fork server, which imports beside us; a script of one's own may lack the guard of `main`."""
     tempfile.tempdir = folder  # of multiprocessing, which would leave its own behind
-    places = [str(script.resolve().parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+    places = f"{script.resolve().parent}:{ROOT}"
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{places}:{inherited}" if inherited else places
     os.environ["LAUNCHER_PID"] = str(os.getpid())
     training = [script.stem, options.to_json()] if options else ["common.elastic", {}]
     os.environ["LAUNCH_PRELOAD"] = json.dumps(training)
@@ -156,7 +156,6 @@ def start_importing(script, options, folder):
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which tells the others
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, heard)
-    tempfile.tempdir = None
     del os.environ["LAUNCH_PRELOAD"]
 
 

@@ -41,8 +41,8 @@ def preload(module: str, options: dict) -> None:
             importlib.import_module("torch.utils.tensorboard")  # at the end: it may not be installed
 
 
-def work(script: str, words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
-    """Does what `python -u SCRIPT WORDS` does, with files in place of stdout and stderr if any are named."""
+def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[str]) -> None:
+    """Does what `python -u COMMAND` does, with files in place of stdout and stderr if any are named."""
     os.setsid()  # Ctrl-C reaches the agent, and through it the processes
     os.environ.update(environment)
     # else the fork server, whose death ends this process, would outlive a killed agent
@@ -58,15 +58,14 @@ def work(script: str, words: list[str], environment: dict[str, str], outputs: li
     torch.default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    sys.path[:1] = [str(Path(script).resolve().parent), ROOT]
-    sys.argv = [script, *words]
-    sys.stdout.reconfigure(write_through=True)
+    sys.path.remove(ROOT)  # then the script's folder is the first one
+    sys.argv = [*command]
     try:
         # a mistake in a script of one's own is made again by each life
-        with guarded(debug="--debug" in words):
-            runpy.run_path(script, run_name="__main__")
+        with guarded(debug="--debug" in command):
+            runpy.run_path(command[0], run_name="__main__")
     except RuntimeError as error:
-        if not A_PEER.search(f"{type(error).__name__} {error}") or "--debug" in words:
+        if not A_PEER.search(f"{type(error).__name__} {error}") or "--debug" in command:
             raise
         say(f"rank {os.environ['RANK']}: another one has gone ({one_line(error)})", sys.stderr)
         sys.exit(1)

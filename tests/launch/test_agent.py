@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
 
-from launch.agent import Agent, Forks, trust_little
+from launch.agent import Agent, Forks, replace_names
 
 DIES = """
 import os, signal
@@ -289,7 +289,7 @@ def test_a_signal_that_comes_as_torchs_clock_begins_is_a_stop_all_the_same(monke
 
 def test_agents_of_one_name_and_one_process_number_as_in_two_containers_are_two_machines():
     def node(world):
-        trust_little()
+        replace_names()
         return dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator.generate("10.0.0.1").local_id
 
     assert len({*fork_ranks(2, node)}) == 2
@@ -317,7 +317,7 @@ class OnlyOne:
     begun = []
 
     def __init__(self, target, args):
-        self.environment = args[2]
+        self.environment = args[1]
 
     def start(self):
         if self.begun:
@@ -337,10 +337,14 @@ def test_where_not_all_processes_of_the_next_life_can_begin_early_none_stays(tmp
     forks.alone = True
     forks.nprocs = 2
     forks.args = [["train.py"]] * 2
-    forks.envs = [{"TORCHELASTIC_RESTART_COUNT": "0"}] * 2
+    forks.envs = dict.fromkeys(range(2), {"TORCHELASTIC_RESTART_COUNT": "0"})
     forks.stdouts = forks.stderrs = ["", ""]
     forks.error_files = {rank: f"{folder}/attempt_0/{rank}/error.json" for rank in range(2)}
-    forks.processes = [SimpleNamespace(exitcode=code, pid=0) for code in (-9, None)]
+    procs = [SimpleNamespace(poll=lambda code=code: code, pid=0) for code in (-9, None)]
+    forks.subprocess_handlers = {rank: SimpleNamespace(proc=proc) for rank, proc in enumerate(procs)}
+    forks._running_local_ranks = {0, 1}
+    forks._failures = {}
+    forks.entrypoint = ""
     forks.close = lambda: None
     assert [*forks._poll().failures] == [0]
     (process,) = OnlyOne.begun
