@@ -115,6 +115,8 @@ class Run:
             self.clock.write_down()
             if progress.finished:
                 self.log.done(progress.step, progress.best)
+            elif not self.opts.eval_only:
+                self.log.note(f"left at step {progress.step} of {progress.total_steps}: it is saved")
         leave(self.world)
 
     # ---- around each step ----

@@ -15,6 +15,7 @@ source "$root/launch/setup.sh"
 
 if [ "${1-}" = -m ]; then
     set_up "$root/requirements.txt"
+    export PYTHONSAFEPATH=1  # the folder where this is typed may have a common of its own
     PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" "$@"
 fi
 nproc=${NPROC:-}

@@ -60,8 +60,8 @@ def show(args):
     if args.html:
         args.html.write_text(page(run, runs[run]), encoding="utf-8")
     elif args.json:
-        for facts in runs.values():
-            print(json.dumps(facts))
+        for run, facts in runs.items():
+            print(json.dumps({"run": str(run)} | facts))
     elif len(runs) > 1:
         print("\n".join(rows(runs)))
     else:

@@ -202,7 +202,8 @@ def now(lives, events, told):
     ends = named(events, "stop", "done")
     pids = {} if ends else _running(life)
     if ends:
-        state = ends[-1]["event"]
+        last = last | {"step": ends[-1].get("step", last["step"])}
+        state = ends[-1]["event"] if ends[-1].get("finished", True) else "stop"
     elif pids:
         state = "training"
     elif {*life["hosts"]} == {socket.gethostname()}:

@@ -4,6 +4,7 @@ From a flag to the function: the file or module is imported, the function found 
 arguments as it requires. Its errors are told with its name.
 """
 
+import ast
 import functools
 import importlib
 import inspect
@@ -52,8 +53,38 @@ def load_file(path):
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
     # its source: a cached .pyc may be that of a text of the same second and size
-    exec(compile(path.read_bytes(), path, "exec"), vars(module))
+    try:
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
+    finally:  # an import that fails may be one of them
+        refuse_other_neighbours(path, set())
     return module
+
+
+def refuse_other_neighbours(path, seen):
+    """UserError if a module that a file imports lies beside it, and one from elsewhere was taken for it."""
+    seen.add(path)
+    for name in imports_of(path):
+        taken = getattr(sys.modules.get(name), "__file__", None)
+        places = (path.parent / name / "__init__.py", path.parent / f"{name}.py")
+        own = next(filter(Path.is_file, places), None)
+        if not (taken and own) or name in sys.stdlib_module_names:
+            continue
+        if not own.samefile(taken):
+            raise UserError(
+                f"{path} imports {name}, for which {taken} was taken\n"
+                f"to have the one beside it, rename it, or use a Python that has imported no other {name}"
+            )
+        if own not in seen:
+            refuse_other_neighbours(own, seen)
+
+
+def imports_of(path):
+    """The first words of what a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:

@@ -107,7 +107,8 @@ class Rescue:
         self.watch.stop(self.thread)
         if error is None:
             if self.world.rank == 0:
-                self.ledger.event("done", step=self.state.progress.step)
+                progress = self.state.progress
+                self.ledger.event("done", step=progress.step, finished=progress.finished)
             self._forget("stop")
             self.store.release()  # not before all have met: a survivor needs the staging folder
         elif kind is None:
@@ -208,7 +209,7 @@ class Rescue:
         if way is WayOut.REFUSED:
             return Saved()
         step = self.state.progress.step
-        already = Saved(f"step {step} was saved already")
+        already = Saved(f"step {step} was saved already" if step else "no step was made yet")
         try:
             words, whole = self.store.rescue(way.name.lower())
         except Exception as failure:

@@ -189,9 +189,9 @@ class Saver:
     def _write_live(self, why, began):
         """(what was saved, in words, whether the checkpoint is whole); no words if it was there."""
         facts = self.state.facts()
-        if self.writer.holds(facts):
-            return "", False
         step = facts["step"]
+        if not step or self.writer.holds(facts):  # without a step this is no run yet: its options may change
+            return "", False
         tensors = {}
         for kind, own in self.writer.layout.written(self.state.tensors()).items():
             # with their strides: for other ones the GPU would have to load a kernel

@@ -7,6 +7,7 @@ from jobs import CLEAN, ROOT, audit, kill_at, lives, rows, steps_on_disk
 from test_readme import COMMON, fenced, section
 
 from common.checkpoint.__main__ import main as checkpoints
+from common.ledger import summarize
 
 EXAMPLE = fenced(section(COMMON, "A loop of your own"), "python")[0]
 
@@ -113,8 +114,11 @@ def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, run):
 def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, run, how, code):
     early = BATCHES, f"        test(run, points)\n{BATCHES}"
     change(script, after(STEP, f"if run.state.progress.step == 7: {how}"), early)
-    jobs.start(script).ends_with(code)
+    said = jobs.start(script).ends_with(code)
     assert steps_on_disk(run) == [7]
+    if how == "break":
+        assert "\nleft at step 7 of 36: it is saved\n" in said
+        assert summarize(run)["now"]["state"] == "stop"
 
 
 def test_a_last_save_that_fails_has_its_exit_code(jobs, script):
