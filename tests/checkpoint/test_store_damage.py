@@ -115,22 +115,21 @@ HARMFUL_TENSORS = {
 }
 
 
-def falls_back(tmp_path, monkeypatch, harm):
+def falls_back(tmp_path, harm):
     """Whether a start goes past a checkpoint that `harm` has changed, cheaply, and runs nothing of it."""
     opts, root = two_checkpoints(tmp_path)
     images = images_for(opts)
-    monkeypatch.chdir(tmp_path)
     harm(root / "step-00000002")
     return cheaply(lambda: load(root, images)) == (1, True) and not os.path.exists(CANARY)
 
 
 @pytest.mark.parametrize("kind", HARMFUL_TENSORS)
-def test_tensors_whose_header_is_not_ours_are_refused_unparsed(tmp_path, monkeypatch, kind):
+def test_tensors_whose_header_is_not_ours_are_refused_unparsed(tmp_path, kind):
     def harm(folder):
         path = folder / "model.safetensors"
         restore(path, HARMFUL_TENSORS[kind](path.read_bytes()))
 
-    assert falls_back(tmp_path, monkeypatch, harm)
+    assert falls_back(tmp_path, harm)
 
 
 def change(act):
@@ -180,11 +179,11 @@ def manifest_of(folder):
 
 
 @pytest.mark.parametrize("kind", HARMFUL_MANIFESTS)
-def test_harmful_manifests_are_refused_even_under_a_right_seal(tmp_path, monkeypatch, kind):
+def test_harmful_manifests_are_refused_even_under_a_right_seal(tmp_path, kind):
     def harm(folder):
         restore(folder / "manifest.json", HARMFUL_MANIFESTS[kind](manifest_of(folder)))
 
-    assert falls_back(tmp_path, monkeypatch, harm)
+    assert falls_back(tmp_path, harm)
 
 
 def test_the_digest_that_is_shown_is_that_of_the_tables_whatever_the_manifest_says(tmp_path):
@@ -224,7 +223,7 @@ def test_harmful_facts_are_refused_whatever_the_manifest_says(tmp_path, monkeypa
         restore(folder / "manifest.json", sealed(manifest_of(folder) | {"state": sha(facts)}))
 
     monkeypatch.setattr(disk, "MOST_BYTES", 1 << 16)
-    assert falls_back(tmp_path, monkeypatch, harm)
+    assert falls_back(tmp_path, harm)
 
 
 def cheaply(function):

@@ -84,7 +84,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
             real(path)
             if path.name.startswith("step-00000009"):  # written and whole: only the rename is missing
                 ready.touch()
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.raise_signal(signal.SIGSTOP)
                 until(go.exists, "the successor has taken over")  # the signal may stop this thread later
 
         writer.sync_folder = stop

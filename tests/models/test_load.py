@@ -60,7 +60,6 @@ def test_the_best_net_of_a_run_the_newest_and_that_of_a_step_evaluate_as_the_run
 
 def test_load_asks_for_a_file_that_is_not_here_and_says_where_it_was(tmp_path, monkeypatch):
     """It runs no file that lies beside a run: both may come from a stranger."""
-    monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
     run(Path("runs/own"), 1, ROWS | {"model": "own.py:net", "epochs": 1})
     monkeypatch.chdir("/")

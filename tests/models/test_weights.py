@@ -41,8 +41,7 @@ def tied(data):
 
 
 @pytest.fixture
-def build(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def build(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     return lambda name="net", **flags: build_model(Options(model=f"own.py:{name}", **flags), FACTS)
 

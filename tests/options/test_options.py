@@ -35,13 +35,6 @@ TORCHRUN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def alone_in_an_empty_folder(monkeypatch, tmp_path):
-    for name in TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
 def parse(*argv, script=None):
     return parse_options("Train.\n\n    python train_ddp.py", list(argv), script)
 

@@ -120,32 +120,22 @@ def assert_same(ours, theirs, tolerance):
         ("mlp", 8, 2, {"shard": 4}),
         ("gpt:6x2x8", 6, 3, {}),
         ("gpt:6x2x8", 4, 2, {"shard": 2, "recompute": True}),
+        *(
+            pytest.param("gpt:6x2x8", size, stages, {"shard": shards}, marks=pytest.mark.long)
+            for size in range(2, 9)
+            for stages in range(1, size + 1)
+            for shards in range(size // stages + 1)
+            if size % stages == 0
+        ),
     ],
 )
-def test_stages_and_replicas_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
+def test_stages_shards_and_copies_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
     model, size, stages, more
 ):
     given = {"micro_batch_size": 2, "clip_grad_norm": 0.1, "momentum": 0.9, "dtype": torch.float64} | more
     alone = {name: value for name, value in given.items() if name not in ("shard", "recompute")}
     ours = fork_ranks(size, partial(train, model=model, stages=stages, **given))
     assert_same(ours, train(ALONE, model, **alone), 1e-10 if given["dtype"] == torch.float64 else 1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("size", "stages", "shards"),
-    [
-        (size, stages, shards)
-        for size in range(2, 9)
-        for stages in range(1, size + 1)
-        for shards in range(size // stages + 1)
-        if size % stages == 0
-    ],
-)
-def test_any_stages_shards_and_copies_have_the_gradient_of_one_device(size, stages, shards):
-    given = {"micro_batch_size": 2, "clip_grad_norm": 0.1, "momentum": 0.9, "dtype": torch.float64}
-    ours = fork_ranks(size, partial(train, model="gpt:6x2x8", stages=stages, shard=shards, **given))
-    assert_same(ours, train(ALONE, "gpt:6x2x8", **given), 1e-10)
 
 
 @pytest.mark.parametrize(("model", "devices"), [("mlp", 2), ("net", 4), ("gpt:6x2x8", 2)])

@@ -312,9 +312,7 @@ class Diffusion(Program):
 
     draws = True
     flags = {"virtual_ranks": 4}
-
-    def net(self):
-        return nn.Linear(6, 6)
+    outputs = 6
 
     def loss(self, net, batch):
         x, _ = batch
@@ -390,8 +388,7 @@ class Slope(Program):
 class Boxes(Program):
     """Targets are dicts with any number of boxes."""
 
-    def net(self):
-        return nn.Linear(6, 6)
+    outputs = 6
 
     def sample(self, draws):
         x, count = super().sample(draws)
@@ -410,9 +407,7 @@ class Column(Program):
     """Regression of [N, 1]; samples count what they weigh."""
 
     doors = "script stages replicas loop"
-
-    def net(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    outputs = 1
 
     def sample(self, draws):
         x, _ = super().sample(draws)
@@ -485,9 +480,7 @@ class Contrast(Program):
 
     doors = "script"
     told = "add up"
-
-    def net(self):
-        return nn.Linear(6, 6)
+    outputs = 6
 
     def scores(self, out, y):
         loss = F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum")

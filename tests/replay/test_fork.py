@@ -43,8 +43,7 @@ def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(
         (["--fork=damaged", "--at=3", "--run-dir=new"], "options.json is damaged"),
     ],
 )
-def test_a_fork_that_lacks_something_is_refused(flags, words, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_fork_that_lacks_something_is_refused(flags, words, capsys, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/options.json").write_text('{"options": {}, "identity": {}}')  # no seal
     with pytest.raises(SystemExit, match="2"):

@@ -191,7 +191,7 @@ def test_the_end_of_a_rank_is_heard_by_all_although_their_collectives_hang(run):
             step(state)
             world.barrier()
             if world.rank == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
+                signal.raise_signal(signal.SIGKILL)
             in_a_lock(world)
 
     assert fork_ranks(4, live, may_die=range(4)) == [1, 1, 1, -signal.SIGKILL]
@@ -207,12 +207,12 @@ def test_a_peers_end_with_a_signal_of_the_agent_after_it_ends_with_143(run, monk
     def live(world):
         state, store = a_run(world, run)
         rescue = store.rescue
-        store.rescue = lambda why: (rescue(why), os.kill(os.getpid(), signal.SIGTERM))[0]
+        store.rescue = lambda why: (rescue(why), signal.raise_signal(signal.SIGTERM))[0]
         with Rescue(store):
             step(state)
             world.barrier()
             if world.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                signal.raise_signal(signal.SIGKILL)
             world.barrier()
 
     assert fork_ranks(2, live, may_die=range(2)) == [143, -signal.SIGKILL]
@@ -243,7 +243,7 @@ LIMIT, SLOW = 1.0, 3.0  # seconds: a disk that takes three times the limit
 
 
 def stops(world, state, store, rescue):
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     until(lambda: rescue.asked, "the signal")
     rescue.leave()
 
@@ -329,7 +329,7 @@ def test_a_death_while_all_wait_for_the_end_is_no_good_end(run):
         with pytest.raises(RuntimeError), Rescue(store):
             world.barrier()
             if world.rank == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                signal.raise_signal(signal.SIGKILL)
 
     assert fork_ranks(2, live, may_die=[0]) == [-signal.SIGKILL, None]
 
@@ -380,7 +380,7 @@ def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
         def slow_step():
             whole = weight.detach().clone()
             end = time.monotonic() + 1.3
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             weight.data.add_(1)  # half a step: nobody may see this
             while time.monotonic() < end:
                 time.sleep(0.01)
@@ -454,7 +454,7 @@ def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
         step(state)
         world.barrier()
         if world.rank:
-            store.saver.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+            store.saver.write = lambda *args: signal.raise_signal(signal.SIGKILL)
         else:
             time.sleep(0.1)  # so that the others come first
         return store.rescue("death")[0]

@@ -91,7 +91,7 @@ def net(opts, data):
     def die(module, inputs):
         if next(count) == 4 * 5 + 2 and os.environ["RANK"] == "1" and not os.path.exists({mark!r}):
             open({mark!r}, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
     net.register_forward_pre_hook(die)
     return net
 """

@@ -240,13 +240,10 @@ WAITS = [
 
 
 @pytest.mark.parametrize("words, when", [([], hears), (WAITS, lambda _: os.path.getsize("meeting"))])
-def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(
-    jobs, monkeypatch, tmp_path, words, when
-):
+def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(jobs, tmp_path, words, when):
     alone = ["--pid", "--fork", "--kill-child"]
     if not shutil.which("unshare") or sh("unshare", *alone, "true").returncode:
         pytest.skip("no PID namespace can be made here")
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "meeting").touch()
     words = [*alone, sys.executable, TORCHRUN, *words, ROOT / "train_ddp.py", *PACED]
     job = jobs.start(*words, cold=True, program="unshare", cwd=tmp_path)
