@@ -275,16 +275,16 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
         assert life.state.progress.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
 
 
-def test_planted_links_are_never_written_through(tmp_path):
+def test_planted_links_are_never_written_through(tmp_path, run):
     opts = options(tmp_path)
     victim = tmp_path / "victim"
-    (tmp_path / "run").mkdir(mode=0o700)
+    (run).mkdir(mode=0o700)
     victim.write_text("mine")
     for name in ("lock", "options.json"):
-        (tmp_path / "run" / name).symlink_to(victim)
+        (run / name).symlink_to(victim)
         with contextlib.suppress(UserError), a_life(opts):
             pass
-        (tmp_path / "run" / name).unlink()
+        (run / name).unlink()
     assert victim.read_text() == "mine"
 
 

@@ -112,7 +112,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("number", "leaves"), [(signal.SIGSTOP, False), (signal.SIGSTOP, True), (signal.SIGKILL, False)]
+    "number, leaves", [(signal.SIGSTOP, False), (signal.SIGSTOP, True), (signal.SIGKILL, False)]
 )
 def test_what_a_stopped_owner_logs_when_it_wakes_up_is_in_no_file_of_the_next_life(
     tmp_path, monkeypatch, number, leaves

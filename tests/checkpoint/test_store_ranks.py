@@ -288,7 +288,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
     assert steps_of(opts) == [1]
 
 
-@pytest.mark.parametrize(("script", "size", "shard"), [(train_ddp, 2, 0), (train_mp, 4, 2)])
+@pytest.mark.parametrize("script, size, shard", [(train_ddp, 2, 0), (train_mp, 4, 2)])
 def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path, script, size, shard):
     """--check-every, in both loops: the life ends; the disk holds only what all agreed on."""
     opts = Options(

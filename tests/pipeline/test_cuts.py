@@ -20,7 +20,7 @@ from common.world import World
 
 
 @pytest.mark.parametrize(
-    ("weights", "counts"),
+    "weights, counts",
     [
         ([1, 1, 1, 1], [2, 2]),
         ([5, 1, 1, 1], [1, 3]),
@@ -87,7 +87,7 @@ def tied():
 
 
 @pytest.mark.parametrize(
-    ("make", "devices", "balance", "words"),
+    "make, devices, balance, words",
     [
         (lambda: linears(1), "cpu cpu", "parameters", "has 1 pieces"),
         (lambda: nn.Linear(4, 4), "cpu cpu", "parameters", "has 1 pieces"),
@@ -144,7 +144,7 @@ def test_every_micro_batch_goes_forward_and_back_once_and_needs_only_what_earlie
 
 
 @pytest.mark.parametrize(
-    ("size", "local_size", "stages", "shards", "line"),
+    "size, local_size, stages, shards, line",
     [
         (8, 4, 1, 4, "2 copies of 4 shards: any machine may die"),
         (8, 8, 1, 4, "2 copies of 4 shards: any process may die"),

@@ -48,7 +48,7 @@ def pictures():
 
 # ---- any number of stages and of replicas ---------------------------------------------------------
 @pytest.mark.parametrize(
-    ("given", "cuts"),
+    "given, cuts",
     [
         (CNN | {"epochs": 1}, ((2, 1), (2, 3), (3, 1), (1, 2))),
         (GPT, ((2, 3), (4, 1))),

@@ -105,7 +105,7 @@ def assert_same(ours, theirs, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "stages", "more"),
+    "model, size, stages, more",
     [
         ("mlp", 2, 2, {"dtype": torch.float32}),
         ("net", 4, 4, {}),
@@ -138,7 +138,7 @@ def test_stages_shards_and_copies_have_the_gradient_of_one_device_with_ragged_an
     assert_same(ours, train(ALONE, model, **alone), 1e-10 if given["dtype"] == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize(("model", "devices"), [("mlp", 2), ("net", 4), ("gpt:6x2x8", 2)])
+@pytest.mark.parametrize("model, devices", [("mlp", 2), ("net", 4), ("gpt:6x2x8", 2)])
 def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(model, devices):
     ours = train(ALONE, model, torch.float64, devices=devices, micro_batch_size=2)
     assert_same([ours], train(ALONE, model, torch.float64, micro_batch_size=2), 1e-10)

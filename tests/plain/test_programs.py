@@ -959,7 +959,7 @@ def rows_by(*doors):
     ]
 
 
-@pytest.mark.parametrize(("program", "door"), rows_by(script, stages, replicas, loop))
+@pytest.mark.parametrize("program, door", rows_by(script, stages, replicas, loop))
 def test_a_program_has_the_numbers_of_a_plain_loop_or_is_refused(program, door, tmp_path):
     check(program, door, tmp_path)
 

@@ -59,12 +59,12 @@ def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
 
 
 @pytest.mark.parametrize("between", ["evaluate", "update"])
-def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_become(tmp_path, between):
+def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_become(run, between):
     """--save-every falls on the last step of an epoch: its evaluation puts averages into the net at once."""
 
     def live(world):
         with fake_streams():
-            state, store = a_run(world, tmp_path / "run", "--ema-decay=0.5")
+            state, store = a_run(world, run, "--ema-decay=0.5")
             state.device = torch.device("cuda")
             step(state)
             step(state)
@@ -87,7 +87,7 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
                 step(state)
                 land()
             store.close()
-        ((_, folder),) = checkpoints(tmp_path / "run")
+        ((_, folder),) = checkpoints(run)
         return [
             n for n, t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])
         ]

@@ -93,7 +93,7 @@ def test_the_first_call_makes_an_environment_beside_the_project_and_the_second_f
 
 @needs_an_environment
 @pytest.mark.parametrize(
-    ("variable", "visible", "count"),
+    "variable, visible, count",
     [("VIRTUAL_ENV", None, 4), ("CONDA_PREFIX", "2,GPU-7a,1", 3), ("VIRTUAL_ENV", "", 2)],
 )
 def test_an_active_environment_is_used_and_a_process_started_for_each_visible_gpu(
@@ -342,7 +342,7 @@ def test_a_temporary_folder_with_a_long_name_is_no_obstacle(jobs, tmp_path):
     jobs.start(TORCHRUN, tmp_path / "ends.py", TMPDIR=str(place)).ends_with(0)
 
 
-def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path):
+def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path, run):
     text = re.search(r"TORCH_\w+=1 torchrun --nnodes.*\n.*", (ROOT / "train_ddp.py").read_text())[0]
     for old, new in (
         ("\\", ""),
@@ -358,9 +358,9 @@ def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torc
     words[at : at + 1] = [*here, ROOT / "train_ddp.py", *PACED, "--epochs=999"]
     env = dict([setting.split("=")], PACE="0.05")
     first = jobs.start(*words, **env)
-    wait_for(tmp_path / "run", 2, job=first)
+    wait_for(run, 2, job=first)
     late = jobs.start(*words, **env)
-    assert wait_for(tmp_path / "run", 3, life=1, job=late)["world"] == 2
+    assert wait_for(run, 3, life=1, job=late)["world"] == 2
     for job in (late, first):
         job.kill(signal.SIGTERM)
         job.wait()
