@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stores import a_life, damaged, flips, images_for, load, load_into, options, two_checkpoints
+from stores import SAMPLED, a_life, damaged, flips, images_for, load, load_into, options, two_checkpoints
 
 from common.checkpoint import disk
 from common.checkpoint.disk import sealed, sha, to_json
@@ -23,7 +23,6 @@ from common.checkpoint.reader import describe, digest_of, read_manifest
 from common.errors import UserError
 from common.run import complete
 
-SAMPLED = [pytest.param(29, id="every 29th"), pytest.param(1, id="all", marks=pytest.mark.long)]
 CANARY = "canary"
 
 
@@ -40,7 +39,7 @@ def restore(path, data):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("every", SAMPLED)
+@SAMPLED
 def test_every_length_of_every_file_but_the_right_one_falls_back(tmp_path, every):
     root, images, files, tables = two_of(tmp_path)
     assert len(files) == 4 and load(root, images) == (2, True)
@@ -56,7 +55,7 @@ def test_every_length_of_every_file_but_the_right_one_falls_back(tmp_path, every
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("every", SAMPLED)
+@SAMPLED
 def test_every_single_bit_of_every_file_falls_back_when_it_flips(tmp_path, every, threads):
     """All of them with -m long, each 29th bit without: other bits of each fourth byte, one by one."""
     root, images, files, tables = two_of(tmp_path)

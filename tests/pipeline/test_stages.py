@@ -9,7 +9,7 @@ import torch
 from jobs import TESTS
 from ranks import fork_ranks
 from refusals import refusal
-from samples import Samples, state_of
+from samples import ALONE, CPU, Samples, state_of
 from torch import nn
 
 from common.data import batches
@@ -23,10 +23,7 @@ from common.sampler import ElasticSampler
 from common.training import backward as plain
 from common.training import build_optimizer, distribute, evaluate, find_task
 from common.training.optimizer import ELEMENT_WISE
-from common.world import World
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1, (CPU,), "life")
 N = 22  # samples: 2 global batches of 10, and one of 2
 
 

@@ -1,10 +1,16 @@
 """A rank's share of a global batch of given tensors, as `batches` would cut it; the state of a net."""
 
+import torch
+
 from common.data import Batch
 from common.data.loading import forward_sizes
 from common.data.samples import Samples as Split
 from common.sampler import share
 from common.training import TrainState, build_optimizer
+from common.world import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 1, (CPU,), "life")
 
 
 def share_of(x, y, opts, rank=0, world=1):
