@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from jobs import PACED
+from jobs import PACED, ran
 
 from common.checkpoint.disk import sealed
 from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives, summarize
@@ -163,7 +163,7 @@ def test_the_object_for_programs_has_the_fields_that_are_documented_and_makes_a_
     line = re.search(r"^python -m common.ledger RUN --json .*\n.*", page, re.MULTILINE)[0]
     for old, new in (("RUN", str(tmp_path)), ("> training.prom", ""), ("python", sys.executable)):
         line = line.replace(old, new)
-    done = subprocess.run(["bash", "-c", line], cwd=HOUSE, capture_output=True, text=True, timeout=300)
+    done = ran("bash", "-c", line)
     numbers = dict(row.split() for row in done.stdout.splitlines())
     assert numbers["training_step"] == "58" and numbers["training_starts"] == "2", done.stderr
     for alert in re.findall(r"^# .*?(training_\w+)", page, re.MULTILINE):

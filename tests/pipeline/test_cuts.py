@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusals import refusal
-from samples import Samples
+from samples import Facts, Samples
 from torch import nn
 
 from common.models import build_model
@@ -111,7 +111,7 @@ def test_the_cut_is_as_asked_for_and_may_alternate_between_devices_as_in_the_tut
     assert over("cpu cpu", net, balance="2,1").groups == [[("0", "1", "2"), ("3",)], [("4", "5", "6")]], (
         "what has no weights goes with its neighbour"
     )
-    facts = SimpleNamespace(name="images", classes=5, sample_shape=(1, 28, 28), vocab=None)
+    facts = Facts("images", 5, (1, 28, 28))
     net = build_model(Options(model="net", seed=0), facts)
     model = over("cpu cpu:0", net, (1, 28, 28), balance="1,1,1,1")
     assert [line.split()[1:3] for line in describe(model)[1:]] == [

@@ -47,11 +47,11 @@ def until(condition, what, deadline=300):
     return value
 
 
-def ran(*words, cwd=ROOT, **env):
+def ran(*words, cwd=ROOT, timeout=300, **env):
     """What a command did, with what it printed."""
     words = list(map(str, words))
     env = os.environ | env
-    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def free_port():

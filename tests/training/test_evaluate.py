@@ -24,9 +24,13 @@ def split_of(n, width=5):
     return TensorSamples((x, torch.randint(0, min(3, width - 2), (n,))), Options(), 3)
 
 
-def metrics_of(world, n, ema=0.0):
+def made():
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
+    return nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
+
+
+def metrics_of(world, n, ema=0.0):
+    net = made()
     opts = Options(ema_decay=ema)
     state = state_of(net, opts, n)
     if ema:
@@ -39,8 +43,7 @@ def metrics_of(world, n, ema=0.0):
 def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_sample_once(n):
     ((alone, _),) = fork_ranks(1, metrics_of, n)
     split = split_of(n)
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3)).eval()
+    net = made().eval()
     with torch.no_grad():
         out = net(split.x)
     assert alone["val_acc"] == (out.argmax(1) == split.y).sum().item() / n

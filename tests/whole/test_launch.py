@@ -13,7 +13,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import CLEAN, PACED, ROOT, audit, children, free_port, kill_at, listening, lives, until, wait_for
+from jobs import (
+    CLEAN,
+    PACED,
+    ROOT,
+    audit,
+    children,
+    free_port,
+    kill_at,
+    listening,
+    lives,
+    ran,
+    until,
+    wait_for,
+)
 
 from launch import agent, torchrun
 
@@ -131,13 +144,11 @@ def test_the_shell_scripts_are_clean():
         ROOT / ".ci/run",
     ]
     for path in scripts:
-        assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
+        assert ran("bash", "-n", path).returncode == 0
         assert path.name == "setup.sh" or os.access(path, os.X_OK), path
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed: syntax alone was checked")
-    done = subprocess.run(
-        ["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = ran("shellcheck", "-x", *scripts)
     assert done.returncode == 0, done.stdout
 
 
