@@ -43,6 +43,7 @@ from torch.utils.data import default_collate
 from common.checkpoint import weights_of
 from common.errors import UserError
 
+SLICES = {"virtual_ranks": 4}
 RED = partial(pytest.mark.xfail, strict=True, raises=pytest.fail.Exception)
 
 
@@ -190,7 +191,7 @@ class CausalTask(CausalWords):
 class CausalWindows(CausalTask):
     """The data shifts."""
 
-    flags = CausalTask.flags | {"virtual_ranks": 4}
+    flags = CausalTask.flags | SLICES
     refused = ""
 
     def sample(self, draws):
@@ -265,7 +266,7 @@ class Langevin(Program):
 
     draws = True
     doors = "script"
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
 
     class kind(torch.optim.SGD):
         @torch.no_grad()
@@ -311,7 +312,7 @@ class Diffusion(Program):
     """The loss draws time and noise."""
 
     draws = True
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
     outputs = 6
 
     def loss(self, net, batch):
@@ -508,7 +509,7 @@ class Adversarial(Program):
 
 
 class AdversarialSlices(Adversarial):
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
     refused = "backward|in two parts"
 
 
@@ -531,7 +532,7 @@ class RareExpert(Program):
 
 class RareSlices(RareExpert):
     doors = "script"
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
     refused = told = ""
 
 
@@ -593,7 +594,7 @@ class Annealed(Program):
 class AnnealedBreaks(Annealed):
     """The loop over batches is left at the end of each epoch."""
 
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
     breaks = True
     report = evaluation = Program.nothing
 
@@ -612,7 +613,7 @@ class Observed(Program):
     """A running mean that begins at infinity, as observers of quantization do."""
 
     draws = True
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
 
     def net(self):
         def forward(net, x):
@@ -774,7 +775,7 @@ class Skips(Program):
 
 
 class SkipsSlices(Skips):
-    flags = Skips.flags | {"virtual_ranks": 4}
+    flags = Skips.flags | SLICES
 
 
 class LittleMemory(Program):

@@ -180,7 +180,7 @@ def test_without_virtual_ranks_it_says_that_the_number_of_processes_counts(jobs,
 
 def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, run, verify):
     (tmp_path / "story.txt").write_text("Once upon a time. " * 200)
-    job = jobs.torchrun(
+    jobs.torchrun(
         2,
         "train_mp.py",
         f"--run-dir={run}",
@@ -193,8 +193,7 @@ def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, run, verify)
         "--virtual-ranks=4",
         "--global-batch-size=16",
         "--no-tensorboard",
-    )
-    job.ends_with(0)
+    ).ends_with(0)
     code, output = verify(run, "--all")
     assert code == 0 and results(output) == {(0, 2): "same", (2, 4): "same"}, output
 

@@ -93,7 +93,7 @@ def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(
     armed = tmp_path / "armed"
     armed.mkdir()
     (armed / point).write_text("KILL")
-    job = jobs.torchrun(
+    jobs.torchrun(
         3,
         "tests/chaos/worker.py",
         *PACED,
@@ -101,8 +101,7 @@ def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(
         PACE="0",
         CHAOS_ARMED=str(armed),
         CHAOS_JOURNAL=f"{tmp_path}/journal",
-    )
-    job.ends_with(0)
+    ).ends_with(0)
     assert [life["step"] for life in lives(run)] == begun
     assert (run / f"checkpoints/step-{STEPS:08d}/manifest.json").exists()
     assert [event["step"] for event in events(run, "rescue")] == [STEPS] * rescued

@@ -51,6 +51,11 @@ def struck(world, script, opts, step, where, how):
     return life(world, script, opts)
 
 
+def files_of(folder):
+    newest = max((folder / "checkpoints").iterdir())
+    return (folder / "metrics.jsonl").read_bytes(), newest.stat().st_ino
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name):
     script, world, extra = SCRIPTS[name]
@@ -70,10 +75,6 @@ def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name
             assert run(folder, step, "due", how) == run(folder, step, "made", how) == code
         run(folder)
         assert left_by(folder) == whole, how
-        newest = max((folder / "checkpoints").iterdir())
-        before = (folder / "metrics.jsonl").read_bytes(), newest.stat().st_ino
+        before = files_of(folder)
         run(folder)
-        assert before == (
-            (folder / "metrics.jsonl").read_bytes(),
-            max((folder / "checkpoints").iterdir()).stat().st_ino,
-        )
+        assert files_of(folder) == before
