@@ -18,11 +18,13 @@ sys.dont_write_bytecode = False
 
 gc.disable()  # imports make no garbage, and the search for it is a fifth of their time
 
+from common import place  # noqa: E402  (found through the path above; without torch)
+
 # Before anything imports torch. One thread and no GPU: neither would survive the forks of ranks.py.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TESTS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))  # see tools/gpus.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+for name in place.MEETING:
     os.environ.pop(name, None)
 
 # A shell starts what it puts into the background deaf to Ctrl-C, and so would be all that tests start.

@@ -98,7 +98,7 @@ def test_no_sample_is_lost_or_repeated_through_any_restarts_and_any_numbers_of_p
 
 # ---- 2 -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("script", "processes", "cut"),
+    "script, processes, cut",
     [
         ("train_ddp.py", 3, ()),
         ("train_mp.py", 4, ("--stages=2",)),

@@ -11,11 +11,11 @@ from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds 
 
 import torch
 from ranks import fork_ranks
-from samples import share_of
+from samples import share_of, state_of
 from torch import nn
 
 from common.options import Options
-from common.training import TrainState, backward, build_optimizer, distribute
+from common.training import backward, distribute
 from common.world.world import keep_memory, pin
 
 
@@ -58,7 +58,7 @@ def measure(world, name, slices, rounds):
         batch = share_of(x, y, opts, world.rank, world.size)
         torch.manual_seed(0)
         net = build()
-        state = TrainState(net, build_optimizer(net, opts), opts, 10**6)
+        state = state_of(net, opts, 10**6)
         model = distribute(net, opts, world)
 
         def turn():

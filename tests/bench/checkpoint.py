@@ -17,11 +17,11 @@ from pathlib import Path
 from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
 
 import torch
+from samples import state_of
 from torch import nn
 
 from common.options import Options
 from common.store import CheckpointStore
-from common.training import TrainState, build_optimizer
 from common.world import World
 
 
@@ -30,7 +30,7 @@ def ways_to_save(folder, mb, device, durable):
     layers = max(1, round(mb / 12.6))  # weights and two moments of Adam: 12 bytes a weight
     net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)]).to(device)
     opts = Options(run_dir=folder / "run", optimizer="adamw", save_every=1, save_seconds=0)
-    state = TrainState(net, build_optimizer(net, opts), opts, samples=10**6)
+    state = state_of(net, opts, 10**6)
     world = World(0, 1, 0, 1, (device,), uuid.uuid4().hex[:12])
     store = CheckpointStore(opts, world, "f" * 64)
     store.restore(state)

@@ -19,12 +19,12 @@ from types import SimpleNamespace
 from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
 
 import torch
-from samples import Samples, share_of
+from samples import Samples, share_of, state_of
 from torch import nn
 
 from common.models import build_model
 from common.options import Options
-from common.training import TrainState, backward, build_optimizer, distribute, find_task, prepare
+from common.training import backward, distribute, find_task, prepare
 from common.world import World
 
 BF16 = {"amp": "bf16"}
@@ -56,7 +56,7 @@ def ours(world, data, opts):
     """A step of this project."""
     task = find_task(opts)
     net = prepare(build_model(opts, data), opts, world, data, task)
-    state = TrainState(net, build_optimizer(net, opts), opts, 1 << 20, task=task)
+    state = state_of(net, opts, 1 << 20, task=task)
     model = distribute(net, opts, world)
 
     def step(x, y):

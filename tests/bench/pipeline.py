@@ -15,12 +15,12 @@ from turns import arguments, take_turns  # isort: skip  (first: it finds the oth
 
 import torch
 from ranks import fork_ranks
-from samples import Samples, share_of
+from samples import Samples, share_of, state_of
 
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
-from common.training import TrainState, build_optimizer, find_task
+from common.training import find_task
 
 LENGTH = 128
 
@@ -36,7 +36,7 @@ def measure(world, args):
     def way(micros):
         given = replace(opts, micro_batch_size=args.batch // micros)
         model = split(build_model(given, data), given, world, data, find_task(given))
-        state = TrainState(model.net, build_optimizer(model.net, given), given, 1 << 20, stages=model)
+        state = state_of(model.net, given, 1 << 20, stages=model)
         batch = share_of(samples.x, samples.y, given)
 
         def step():

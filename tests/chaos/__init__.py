@@ -1,10 +1,6 @@
 """The fault campaign: python -m tests.chaos --events 200 --seed 1"""
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), f"{ROOT}/tests/tools"]  # for common, and for the tests' own helpers
+from tests.bench import turns  # noqa: F401  (it finds common, and the tests' own helpers)
 
 EPOCH = 11  # steps of the campaign's trainings
 HANG = 15  # seconds until a silent process counts as dead

@@ -1,7 +1,7 @@
 """Seeded faults against real trainings; about 1.5 s an event.
 
 python -m tests.chaos --events 200 --seed 1            # all kinds
-python -m tests.chaos --bunches 20 --seed 1            # machines die in bunches, under launch/torchrun.py
+python -m tests.chaos --events 20 --only bunch         # machines die in bunches, under launch/torchrun.py
 python -m tests.chaos --machines 3                     # machines fall silent; as root
 python -m tests.chaos --machines 3 --only "cable cut"  # one fault of the table in machines.py
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from tests.bench.turns import arguments
 from tests.chaos import machines, points_names
-from tests.chaos.bunches import bunches
 from tests.chaos.director import Campaign
 from tests.chaos.events import TARGETS
 
@@ -27,7 +26,7 @@ from jobs import Jobs  # isort: skip  (found once tests.chaos is)
 
 
 def main():
-    args = arguments(__doc__, events=200, seed=0, bunches=0, machines=0, script="ddp", only="")
+    args = arguments(__doc__, events=200, seed=0, machines=0, script="ddp", only="")
     only = [args.only] if args.only else []
     assert {*only} <= {*TARGETS, *machines.FAULTS}, f"--only is one of {[*TARGETS, *machines.FAULTS]}"
     rng = random.Random(args.seed)
@@ -37,9 +36,6 @@ def main():
         with Jobs(folder) as jobs:
             if args.machines:
                 sys.exit(machines.why_not() or machines.campaign(jobs, folder, args.machines, only))
-            if args.bunches:
-                print(json.dumps(bunches(jobs, folder / "run", rng, args.bunches)))
-                return
             began = time.monotonic()
             campaign = Campaign(jobs, rng, args.events, cold=0.1, script=args.script, only=only)
             try:

@@ -9,11 +9,15 @@ import uuid
 from jobs import ROOT, children, family, until
 
 WORKER = ROOT / "tests/chaos/worker.py"
-NODES = 3
 # What torchrun's defaults make slow or fragile: 1 s instead of 30 to wait for more nodes, 5 s instead of 15
 # until a dead agent counts as dead, and no restart budget that preemptions could eat up (a run without
 # progress stops by itself).
 CONF = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=120"
+KINDS = {  # name: (what starts an agent, what it starts, agents at most, settings of their meeting)
+    "plain": ("torchrun", WORKER, 1, ""),
+    "store": ("torchrun", WORKER, 3, CONF),
+    "launcher": (ROOT / "launch/torchrun.py", ROOT / "train_ddp.py", 4, "is_host=0"),
+}
 
 
 class Cluster:
@@ -25,6 +29,7 @@ class Cluster:
         self.flags = flags
         self.cold = cold
         self.kind = kind or rng.choice(["plain", "store"])
+        self.program, self.script, self.most, conf = KINDS[self.kind]
         self.agents = []
         self.store = None
         self.signalled = []
@@ -40,24 +45,24 @@ class Cluster:
         self.env |= {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "PET_NNODES": f"1:{NODES}",
+            "PET_NNODES": f"1:{self.most}",
             "PET_RDZV_BACKEND": "c10d",
             "PET_RDZV_ID": uuid.uuid4().hex,
             "PET_RDZV_ENDPOINT": place,
-            "PET_RDZV_CONF": CONF,
+            "PET_RDZV_CONF": conf,
             "PET_LOCAL_ADDR": "127.0.0.1",
         }
-        for _ in range(rng.randint(1, NODES)):
+        for _ in range(rng.randint(1, self.most)):
             self.add(rng.randint(1, 2))
 
     def add(self, processes):
         """One more node, of so many processes."""
         processes += processes % self.multiple
         agent = self.jobs.start(
-            "torchrun",
+            self.program,
             f"--nproc_per_node={processes}",
             "--max_restarts=1000000",
-            WORKER,
+            self.script,
             *self.flags,
             cold=self.cold,
             **self.env,

@@ -97,6 +97,9 @@ class Campaign(Strikes):
         self.kinds = ["plain", "store", *["plain"] * 9] if short else []
         self.steps = epochs * EPOCH
         self.pace = "0.008"
+        if "bunch" in only:  # each takes seconds
+            self.kinds = ["launcher"] * count
+            self.pace = "0.2"
         self.references = {}
         self.tally = collections.Counter()
         self.log = []

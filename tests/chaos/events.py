@@ -23,6 +23,7 @@ TARGETS = {
     "freeze": 0.5,
     "stall": 0.5,
     "lock": 0.5,
+    "bunch": 1e-9,  # by itself alone: plain torchrun may wait for 300 s
 }
 RARE = ("freeze", "stall", "lock")  # they cost half a minute each
 SIGNALS = {

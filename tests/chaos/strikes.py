@@ -9,7 +9,8 @@ import time
 from jobs import lives, reached, state
 
 from tests.chaos import EPOCH, MISSED, RECOVERY, points_names
-from tests.chaos.cluster import NODES
+
+PAUSES_SECONDS = (0.0, 0.5, 3.0, 9.0)  # at most; the others notice, meet, start, train
 
 
 class Strikes:
@@ -176,7 +177,24 @@ class Strikes:
         return landed, False
 
     def _grow(self, event):
-        if self.cluster.kind == "plain" or len(self.cluster.living) >= NODES:
+        if len(self.cluster.living) >= self.cluster.most:
             return self._resize(event)
         self.cluster.add(self.rng.randint(1, 2))
         return 1, True
+
+    def _bunch(self, event):
+        """As a cloud takes machines back: the second often dies while the others meet because of the first.
+
+        tests/launch/test_agent.py has the worst of these moments one by one.
+        """
+        for _ in range(self.rng.randint(1, 3)):
+            living = self.cluster.living
+            if len(living) == self.cluster.most or len(living) > 1 and self.rng.random() < 0.7:
+                agent = self.rng.choice(living)
+                self.cluster.strike([agent.pid], event.signal)
+                agent.wait()
+            else:
+                self.cluster.add(self.rng.randint(1, 2))
+            time.sleep(self.rng.uniform(0, self.rng.choice(PAUSES_SECONDS)))
+        assert self.advance(3) or self.step_on_disk() == self.steps, self.outputs()
+        return 1, False

@@ -11,8 +11,17 @@ import os
 import random
 import shutil
 
-import pytest
-from stores import a_life, announced_rescue, at_step, images_are_at, images_for, load_into, options, save
+from stores import (
+    SAMPLED,
+    a_life,
+    announced_rescue,
+    at_step,
+    images_are_at,
+    images_for,
+    load_into,
+    options,
+    save,
+)
 
 from common.checkpoint import describe
 from common.checkpoint.folder import committed
@@ -20,7 +29,6 @@ from common.ledger import Audit, Ledger
 from common.ledger.log import Metrics
 
 STEPS = (1, 2, 3, 4)  # with keep=2: the last two delete
-SAMPLED = [pytest.param(29, id="every 29th"), pytest.param(1, id="all", marks=pytest.mark.long)]
 
 
 class Recorder:
@@ -184,7 +192,7 @@ def record(tmp_path, monkeypatch):
     return opts, recorder.ops
 
 
-@pytest.mark.parametrize("every", SAMPLED)
+@SAMPLED
 def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, monkeypatch, every):
     opts, ops = record(tmp_path / "real", monkeypatch)
     kinds = "mkdir create write fsync rename unlink rmdir begin announce".split()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stores import a_life, damaged, flips, images_for, load, load_into, options, two_checkpoints
+from stores import SAMPLED, a_life, damaged, flips, images_for, load, load_into, options, two_checkpoints
 
 from common.checkpoint import disk
 from common.checkpoint.disk import sealed, sha, to_json
@@ -23,7 +23,6 @@ from common.checkpoint.reader import describe, digest_of, read_manifest
 from common.errors import UserError
 from common.run import complete
 
-SAMPLED = [pytest.param(29, id="every 29th"), pytest.param(1, id="all", marks=pytest.mark.long)]
 CANARY = "canary"
 
 
@@ -40,7 +39,7 @@ def restore(path, data):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("every", SAMPLED)
+@SAMPLED
 def test_every_length_of_every_file_but_the_right_one_falls_back(tmp_path, every):
     root, images, files, tables = two_of(tmp_path)
     assert len(files) == 4 and load(root, images) == (2, True)
@@ -56,7 +55,7 @@ def test_every_length_of_every_file_but_the_right_one_falls_back(tmp_path, every
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("every", SAMPLED)
+@SAMPLED
 def test_every_single_bit_of_every_file_falls_back_when_it_flips(tmp_path, every, threads):
     """All of them with -m long, each 29th bit without: other bits of each fourth byte, one by one."""
     root, images, files, tables = two_of(tmp_path)
@@ -115,22 +114,21 @@ HARMFUL_TENSORS = {
 }
 
 
-def falls_back(tmp_path, monkeypatch, harm):
+def falls_back(tmp_path, harm):
     """Whether a start goes past a checkpoint that `harm` has changed, cheaply, and runs nothing of it."""
     opts, root = two_checkpoints(tmp_path)
     images = images_for(opts)
-    monkeypatch.chdir(tmp_path)
     harm(root / "step-00000002")
     return cheaply(lambda: load(root, images)) == (1, True) and not os.path.exists(CANARY)
 
 
 @pytest.mark.parametrize("kind", HARMFUL_TENSORS)
-def test_tensors_whose_header_is_not_ours_are_refused_unparsed(tmp_path, monkeypatch, kind):
+def test_tensors_whose_header_is_not_ours_are_refused_unparsed(tmp_path, kind):
     def harm(folder):
         path = folder / "model.safetensors"
         restore(path, HARMFUL_TENSORS[kind](path.read_bytes()))
 
-    assert falls_back(tmp_path, monkeypatch, harm)
+    assert falls_back(tmp_path, harm)
 
 
 def change(act):
@@ -180,11 +178,11 @@ def manifest_of(folder):
 
 
 @pytest.mark.parametrize("kind", HARMFUL_MANIFESTS)
-def test_harmful_manifests_are_refused_even_under_a_right_seal(tmp_path, monkeypatch, kind):
+def test_harmful_manifests_are_refused_even_under_a_right_seal(tmp_path, kind):
     def harm(folder):
         restore(folder / "manifest.json", HARMFUL_MANIFESTS[kind](manifest_of(folder)))
 
-    assert falls_back(tmp_path, monkeypatch, harm)
+    assert falls_back(tmp_path, harm)
 
 
 def test_the_digest_that_is_shown_is_that_of_the_tables_whatever_the_manifest_says(tmp_path):
@@ -224,7 +222,7 @@ def test_harmful_facts_are_refused_whatever_the_manifest_says(tmp_path, monkeypa
         restore(folder / "manifest.json", sealed(manifest_of(folder) | {"state": sha(facts)}))
 
     monkeypatch.setattr(disk, "MOST_BYTES", 1 << 16)
-    assert falls_back(tmp_path, monkeypatch, harm)
+    assert falls_back(tmp_path, harm)
 
 
 def cheaply(function):
@@ -276,16 +274,16 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
         assert life.state.progress.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
 
 
-def test_planted_links_are_never_written_through(tmp_path):
+def test_planted_links_are_never_written_through(tmp_path, run):
     opts = options(tmp_path)
     victim = tmp_path / "victim"
-    (tmp_path / "run").mkdir(mode=0o700)
+    (run).mkdir(mode=0o700)
     victim.write_text("mine")
     for name in ("lock", "options.json"):
-        (tmp_path / "run" / name).symlink_to(victim)
+        (run / name).symlink_to(victim)
         with contextlib.suppress(UserError), a_life(opts):
             pass
-        (tmp_path / "run" / name).unlink()
+        (run / name).unlink()
     assert victim.read_text() == "mine"
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from jobs import rows, state, until
@@ -84,7 +85,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
             real(path)
             if path.name.startswith("step-00000009"):  # written and whole: only the rename is missing
                 ready.touch()
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.raise_signal(signal.SIGSTOP)
                 until(go.exists, "the successor has taken over")  # the signal may stop this thread later
 
         writer.sync_folder = stop
@@ -112,7 +113,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("number", "leaves"), [(signal.SIGSTOP, False), (signal.SIGSTOP, True), (signal.SIGKILL, False)]
+    "number, leaves", [(signal.SIGSTOP, False), (signal.SIGSTOP, True), (signal.SIGKILL, False)]
 )
 def test_what_a_stopped_owner_logs_when_it_wakes_up_is_in_no_file_of_the_next_life(
     tmp_path, monkeypatch, number, leaves
@@ -143,16 +144,13 @@ def test_what_a_stopped_owner_logs_when_it_wakes_up_is_in_no_file_of_the_next_li
     assert (opts.run_dir / "metrics.jsonl").stat().st_mode & 0o777 == 0o600
 
 
+@mock.patch.multiple(fence, STALE_SECONDS=0.3, LEASE_SECONDS=5.0, MOVING_SECONDS=3.0)
 def test_an_owner_whose_moves_show_late_is_not_robbed(tmp_path, monkeypatch):
     """A second for what takes half a minute: a network tells other machines of a write once in a while."""
     opts = options(tmp_path)
-    for name, seconds in (("STALE_SECONDS", 0.3), ("LEASE_SECONDS", 5.0), ("MOVING_SECONDS", 3.0)):
-        monkeypatch.setattr(fence, name, seconds)
     elsewhere(monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(fence, "BEAT_SECONDS", 1.0)
-        with lives(opts):
-            refused(opts, "in use by another job", code=6)
+    with mock.patch.object(fence, "BEAT_SECONDS", 1.0), lives(opts):
+        refused(opts, "in use by another job", code=6)
 
 
 def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypatch):
@@ -168,12 +166,11 @@ def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("stands_still", [True, False])
+@mock.patch.multiple(fence, STALE_SECONDS=2.5, SAME_JOB_SECONDS=3.0, LEASE_SECONDS=60.0)
 def test_a_newer_life_of_the_same_job_has_the_run_in_the_end(tmp_path, monkeypatch, stands_still):
     """Its agents have given up a machine that they cannot reach: whether that one trains on or not."""
     opts = options(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    for name, seconds in (("STALE_SECONDS", 2.5), ("SAME_JOB_SECONDS", 3.0), ("LEASE_SECONDS", 60.0)):
-        monkeypatch.setattr(fence, name, seconds)
     elsewhere(monkeypatch)
     with lives(opts) as pid:
         if stands_still:
@@ -356,12 +353,11 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
         assert resumes_at(opts, 5)
 
 
-def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path, monkeypatch):
+@mock.patch.multiple(fence, BEAT_SECONDS=0.1, STALE_SECONDS=1.0, HUNG_SECONDS=0.5)
+def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path):
     here = tmp_path / "here"
     go = tmp_path / "go"
     path = tmp_path / fence.RESCUE
-    for name, seconds in (("BEAT_SECONDS", 0.1), ("STALE_SECONDS", 1.0), ("HUNG_SECONDS", 0.5)):
-        monkeypatch.setattr(fence, name, seconds)
 
     def rescue(progress):
         with fence.rescuing(path, progress, lambda: False):

@@ -12,7 +12,6 @@ from ranks import fork_ranks
 from refusals import refusal
 from samples import state_of
 from stores import (
-    a_life,
     announced_rescue,
     at_step,
     end,
@@ -20,7 +19,6 @@ from stores import (
     is_at,
     options,
     resumes_at,
-    save,
     steps_of,
     two_checkpoints,
     write,
@@ -136,9 +134,7 @@ def load_in_stages(folder):
 
 def test_each_rank_writes_its_own_files_and_the_digest_is_that_of_one_file(tmp_path, capsys):
     save_in_stages(tmp_path / "parts", [1, 2])
-    opts = options(tmp_path / "whole", script="mp")
-    with a_life(opts, whole_net()) as life:
-        save(life, 2)
+    two_checkpoints(tmp_path / "whole", net=whole_net(), script="mp")
     digests = []
     for place in ("parts", "whole"):
         assert main([str(tmp_path / place / "run"), "--digest"]) == 0
@@ -185,9 +181,7 @@ def test_damage_that_one_rank_alone_reads_makes_all_take_the_one_before(tmp_path
     if part:
         save_in_stages(tmp_path, [1, 2])
     else:
-        with a_life(options(tmp_path, script="mp"), whole_net()) as life:
-            save(life, 1)
-            save(life, 2)
+        two_checkpoints(tmp_path, net=whole_net(), script="mp")
     flip(tmp_path / f"run/checkpoints/step-00000002/{part}{which}.safetensors")
     found = load_in_stages(tmp_path)
     assert [(step, whole) for step, whole, _ in found] == [(1, True)] * 2
@@ -314,8 +308,7 @@ def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the
 
         if world.rank:
             reader.sha = sha
-        with a_life(opts, world=world) as life:
-            return is_at(life.state, 1)
+        return resumes_at(opts, 1, world=world)
 
     assert fork_ranks(2, live, node_size=1) == [True, True]
     assert steps_of(options(tmp_path / "node0")) == [1]

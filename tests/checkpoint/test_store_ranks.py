@@ -67,8 +67,7 @@ def test_damage_on_one_node_is_made_good_by_another_and_damage_on_all_is_refused
     os.truncate(tmp_path / "node0/run/checkpoints/step-00000009/model.safetensors", 7)
 
     def begin(world):
-        with a_life(of_node(tmp_path, world), world=world) as life:
-            return is_at(life.state, 4)
+        return resumes_at(of_node(tmp_path, world), 4, world=world)
 
     assert fork_ranks(2, begin, node_size=1) == [True, True]
     assert steps_of(options(tmp_path / "node0")) == [4, 3]  # received, kept, and the damaged one put aside
@@ -109,11 +108,8 @@ def wide_net():
 
 def wide_checkpoints(folder):
     """(opts, the newest file of weights, its size) of a run whose tensors outweigh the headers."""
-    opts = options(folder)
-    with a_life(opts, wide_net()) as life:
-        save(life, 1)
-        save(life, 2)
-    file = opts.run_dir / "checkpoints/step-00000002/model.safetensors"
+    opts, root = two_checkpoints(folder, net=wide_net())
+    file = root / "step-00000002/model.safetensors"
     return opts, file, file.stat().st_size
 
 
@@ -177,8 +173,7 @@ def test_ranks_of_a_machine_that_see_other_folders_hash_all_and_get_what_they_la
     two_checkpoints(tmp_path / "rank1", steps=(1,))
 
     def begin(world):
-        with a_life(options(tmp_path / f"rank{world.rank}"), world=world) as life:
-            return is_at(life.state, 2)
+        return resumes_at(options(tmp_path / f"rank{world.rank}"), 2, world=world)
 
     assert fork_ranks(2, begin) == [True, True]
 
@@ -288,7 +283,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
     assert steps_of(opts) == [1]
 
 
-@pytest.mark.parametrize(("script", "size", "shard"), [(train_ddp, 2, 0), (train_mp, 4, 2)])
+@pytest.mark.parametrize("script, size, shard", [(train_ddp, 2, 0), (train_mp, 4, 2)])
 def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path, script, size, shard):
     """--check-every, in both loops: the life ends; the disk holds only what all agreed on."""
     opts = Options(

@@ -45,7 +45,7 @@ def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence(monke
     if error:  # it dies while it hands a tensor over
         monkeypatch.setattr(multiprocessing.connection, "answer_challenge", Mock(side_effect=error))
     before = signal.getsignal(signal.SIGCHLD)
-    split = trouble(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    split = trouble(lambda: signal.raise_signal(signal.SIGKILL))
     found = batches(split, ElasticSampler(len(split), 2), options("trouble", workers=2))
     with pytest.raises(UserError, match="its loading process"):
         for _ in found:

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from jobs import PACED
+from jobs import PACED, ran
 
 from common.checkpoint.disk import sealed
 from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives, summarize
@@ -21,49 +21,27 @@ from common.ledger.ledger import lines_back, read
 from common.options import Options
 
 HOUSE = Path(__file__).parents[2]
+
+
+def at(t, event, **facts):
+    return {"t": t, "event": event} | facts
+
+
 # Rank 0 of the first life is killed after step 49; steps 48 and 49 are lost, because a survivor saved 47.
 KILLED = (
-    {
-        "t": 1000,
-        "event": "life",
-        "life": "aa",
-        "world": 3,
-        "step": 0,
-        "job": "j",
-        "began": 990,
-        "pids": [7, 8, 9],
-        "hosts": ["x", "y", "y"],
-    },
-    {"t": 1002, "event": "first_step", "step": 1},
-    {"t": 1041, "event": "save", "step": 40},
-    {
-        "t": 1050,
-        "event": "steps",
-        "step": 49,
-        "steps_s": 24,
-        "data_wait_s": 14,
-        "evaluation_s": 9,
-        "save_stall_s": 1,
-    },
-    {"t": 1052, "event": "death", "rank": 0, "why": "was killed by SIGKILL"},
-    {"t": 1055, "event": "rescue", "step": 47, "rank": 2},
-    {"t": 1056, "event": "left", "life": "aa", "rank": 1, "stepped": 1049},
-    {"t": 1057, "event": "left", "life": "aa", "rank": 2, "stepped": 1051},
-    {
-        "t": 1067,
-        "event": "life",
-        "life": "bb",
-        "world": 2,
-        "step": 47,
-        "job": "j",
-        "began": 1058,
-        "pids": [5, 6],
-        "hosts": ["x", "y"],
-    },
-    {"t": 1068, "event": "first_step", "step": 48},
-    {"t": 1070, "event": "left", "life": "aa", "rank": 0, "stepped": 1069},  # it woke up
-    {"t": 1090, "event": "steps", "step": 58, "steps_s": 20, "evaluation_s": 2},
-    {"t": 1091, "event": "done", "life": "bb", "step": 58},
+    at(1000, "life", life="aa", world=3, step=0, job="j", began=990, pids=[7, 8, 9], hosts=["x", "y", "y"]),
+    at(1002, "first_step", step=1),
+    at(1041, "save", step=40),
+    at(1050, "steps", step=49, steps_s=24, data_wait_s=14, evaluation_s=9, save_stall_s=1),
+    at(1052, "death", rank=0, why="was killed by SIGKILL"),
+    at(1055, "rescue", step=47, rank=2),
+    at(1056, "left", life="aa", rank=1, stepped=1049),
+    at(1057, "left", life="aa", rank=2, stepped=1051),
+    at(1067, "life", life="bb", world=2, step=47, job="j", began=1058, pids=[5, 6], hosts=["x", "y"]),
+    at(1068, "first_step", step=48),
+    at(1070, "left", life="aa", rank=0, stepped=1069),  # it woke up
+    at(1090, "steps", step=58, steps_s=20, evaluation_s=2),
+    at(1091, "done", life="bb", step=58),
 )
 
 
@@ -94,10 +72,10 @@ def test_no_second_is_in_two_buckets_though_two_parts_claim_it(tmp_path):
     write(
         tmp_path,
         life,
-        {"t": 19, "event": "steps", "step": 5, "steps_s": 5, "save_stall_s": 4},
-        {"t": 20, "event": "left", "life": "aa", "rank": 0, "stepped": 15},
+        at(19, "steps", step=5, steps_s=5, save_stall_s=4),
+        at(20, "left", life="aa", rank=0, stepped=15),
         life | {"t": 22, "life": "bb", "began": 14, "step": 5},
-        {"t": 24, "event": "done", "step": 6},
+        at(24, "done", step=6),
     )
     first, second = (
         {name: seconds for name, seconds in life["buckets"].items() if seconds}
@@ -114,7 +92,7 @@ def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
     assert (death["rank"], death["host"], death["pid"]) == (0, "x", 7)
     assert death["cause"] == "was killed by SIGKILL"
     past = [event for event in KILLED[:8] if event["event"] != "death"]
-    write(tmp_path, *past, {"t": 1051, "event": "error", "rank": 1, "why": "ValueError: broken jpeg 37"})
+    write(tmp_path, *past, at(1051, "error", rank=1, why="ValueError: broken jpeg 37"))
     assert [death["rank"] for death in summarize(tmp_path)["deaths"]] == [1], "this life may go on"
 
 
@@ -128,9 +106,9 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
     write(
         tmp_path,
         KILLED[0] | {"t": began, "world": 1, "pids": [pid], "hosts": [socket.gethostname()]},
-        {"t": began + 2, "event": "steps", "step": 8},
-        {"t": began + 6, "event": "steps", "step": 28},
-        {"t": began + 7, "event": "save", "step": 20},
+        at(began + 2, "steps", step=8),
+        at(began + 6, "steps", step=28),
+        at(began + 7, "save", step=20),
         *({"t": began + 8} | event for event in more),
     )
     assert main([str(tmp_path)]) == 0
@@ -163,7 +141,7 @@ def test_the_object_for_programs_has_the_fields_that_are_documented_and_makes_a_
     line = re.search(r"^python -m common.ledger RUN --json .*\n.*", page, re.MULTILINE)[0]
     for old, new in (("RUN", str(tmp_path)), ("> training.prom", ""), ("python", sys.executable)):
         line = line.replace(old, new)
-    done = subprocess.run(["bash", "-c", line], cwd=HOUSE, capture_output=True, text=True, timeout=300)
+    done = ran("bash", "-c", line)
     numbers = dict(row.split() for row in done.stdout.splitlines())
     assert numbers["training_step"] == "58" and numbers["training_starts"] == "2", done.stderr
     for alert in re.findall(r"^# .*?(training_\w+)", page, re.MULTILINE):

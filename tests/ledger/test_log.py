@@ -154,8 +154,8 @@ def test_a_line_says_epoch_step_eta_numbers_and_samples_per_second_and_the_last_
     ]
 
 
-def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
-    opts = options(tmp_path / "run", tensorboard=True, progress="on")
+def test_other_ranks_say_and_write_nothing(run, capsys):
+    opts = options(run, tensorboard=True, progress="on")
     with closing(Log(opts, 1, 3, 100, records=[{"step": 3}])) as log:
         log.start(["a"])
         log.step({"step": 4})

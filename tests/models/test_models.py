@@ -1,10 +1,10 @@
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from refusals import refusal
+from samples import Facts
 from torch import nn
 
 from common.models import build_model, check_net
@@ -12,10 +12,10 @@ from common.models.nets import Halve
 from common.options import MODELS, Options
 from common.options.rules import torchvision_models
 
-IMAGES = SimpleNamespace(name="images", classes=10, sample_shape=(1, 28, 28), vocab=None)
-ROWS = SimpleNamespace(name="rows", classes=2, sample_shape=(10,), vocab=None)
-WORDS = SimpleNamespace(name="words", classes=2, sample_shape=(4,), vocab=8)
-TOKENS = SimpleNamespace(name="tokens", classes=8, sample_shape=(4,), vocab=8)
+IMAGES = Facts("images", 10, (1, 28, 28))
+ROWS = Facts("rows", 2, (10,))
+WORDS = Facts("words", 2, (4,), 8)
+TOKENS = Facts("tokens", 8, (4,), 8)
 OWN = {"net": IMAGES, "mlp": ROWS, "lstm": WORDS, "gpt": TOKENS}
 
 
@@ -65,7 +65,7 @@ def test_pooling_and_its_gradient_have_the_bits_of_torchs_own_also_where_pixels_
 
 @pytest.mark.parametrize("side", [16, 33])
 def test_net_fits_images_of_any_size_and_number_of_channels(side):
-    data = SimpleNamespace(name="other", classes=7, sample_shape=(3, side, side + 1), vocab=None)
+    data = Facts("other", 7, (3, side, side + 1))
     assert build("net", data)(samples(data)).shape == (3, 7)
 
 
@@ -92,7 +92,7 @@ def test_weights_depend_on_the_seed_alone_and_no_generator_moves(name):
 
 @pytest.mark.parametrize("name", ["resnet18", "densenet121"])
 def test_torchvision_models_take_the_datas_channels_and_classes(name):
-    data = SimpleNamespace(name="grey", classes=7, sample_shape=(1, 64, 64), vocab=None)
+    data = Facts("grey", 7, (1, 64, 64))
     net = build(name, data)
     assert net.training and next(p for p in net.parameters()).shape[1] == 1
     assert net(samples(data)).shape == (3, 7)

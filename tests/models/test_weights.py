@@ -3,17 +3,16 @@
 import argparse
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from refusals import refusal
-from samples import state_of
+from samples import Facts, state_of
 
 from common.models import build_model
 from common.options import Options
 
-FACTS = SimpleNamespace(name="rows", classes=4, sample_shape=(3, 8, 8), vocab=None)
+FACTS = Facts("rows", 4, (3, 8, 8))
 OWN = """
 from torch import nn
 
@@ -41,8 +40,7 @@ def tied(data):
 
 
 @pytest.fixture
-def build(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def build(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     return lambda name="net", **flags: build_model(Options(model=f"own.py:{name}", **flags), FACTS)
 

@@ -35,13 +35,6 @@ TORCHRUN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def alone_in_an_empty_folder(monkeypatch, tmp_path):
-    for name in TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
 def parse(*argv, script=None):
     return parse_options("Train.\n\n    python train_ddp.py", list(argv), script)
 
@@ -57,7 +50,7 @@ def refused(capsys, *argv, script=None):
 
 
 @pytest.mark.parametrize(
-    ("script", "argv", "word"),
+    "script, argv, word",
     [
         ("ddp", "--epochs 0", "'0' is not a whole number from 1"),
         ("ddp", "--lr nan", "'nan' is not a number from 0"),
@@ -235,7 +228,7 @@ def set_environment(patch, environ):
 
 
 @pytest.mark.parametrize(
-    ("change", "script", "argv", "word"),
+    "change, script, argv, word",
     [
         # ranks could not meet
         ({"RANK": "abc"}, "ddp", "", "RANK='abc'"),
@@ -284,7 +277,7 @@ def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_worker
 
 
 @pytest.mark.parametrize(
-    ("environ", "voices"),
+    "environ, voices",
     [
         ({"RANK": "1", "LOCAL_RANK": "1"}, 0),
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),  # another machine has a log of its own
@@ -299,7 +292,7 @@ def test_a_wrong_flag_is_told_once_per_machine(capsys, monkeypatch, environ, voi
 
 # ---- the guard ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("error", "word"),
+    "error, word",
     [
         (RuntimeError("mmap: can't allocate memory: you tried to allocate 8 bytes"), None),
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4321"), None),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusals import refusal
-from samples import Samples
+from samples import Facts, Samples
 from torch import nn
 
 from common.models import build_model
@@ -20,7 +20,7 @@ from common.world import World
 
 
 @pytest.mark.parametrize(
-    ("weights", "counts"),
+    "weights, counts",
     [
         ([1, 1, 1, 1], [2, 2]),
         ([5, 1, 1, 1], [1, 3]),
@@ -87,7 +87,7 @@ def tied():
 
 
 @pytest.mark.parametrize(
-    ("make", "devices", "balance", "words"),
+    "make, devices, balance, words",
     [
         (lambda: linears(1), "cpu cpu", "parameters", "has 1 pieces"),
         (lambda: nn.Linear(4, 4), "cpu cpu", "parameters", "has 1 pieces"),
@@ -111,7 +111,7 @@ def test_the_cut_is_as_asked_for_and_may_alternate_between_devices_as_in_the_tut
     assert over("cpu cpu", net, balance="2,1").groups == [[("0", "1", "2"), ("3",)], [("4", "5", "6")]], (
         "what has no weights goes with its neighbour"
     )
-    facts = SimpleNamespace(name="images", classes=5, sample_shape=(1, 28, 28), vocab=None)
+    facts = Facts("images", 5, (1, 28, 28))
     net = build_model(Options(model="net", seed=0), facts)
     model = over("cpu cpu:0", net, (1, 28, 28), balance="1,1,1,1")
     assert [line.split()[1:3] for line in describe(model)[1:]] == [
@@ -144,7 +144,7 @@ def test_every_micro_batch_goes_forward_and_back_once_and_needs_only_what_earlie
 
 
 @pytest.mark.parametrize(
-    ("size", "local_size", "stages", "shards", "line"),
+    "size, local_size, stages, shards, line",
     [
         (8, 4, 1, 4, "2 copies of 4 shards: any machine may die"),
         (8, 8, 1, 4, "2 copies of 4 shards: any process may die"),

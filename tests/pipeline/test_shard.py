@@ -219,7 +219,7 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "most"),
+    "how, most",
     [
         ({"shard": 2, "amp": "bf16"}, 0.45),  # each weight in bf16 would be 0.5
         ({"shard": 2, "micro_batch_size": 1}, 0.85),  # a whole gradient would be 1

@@ -6,7 +6,6 @@ between the last gradient and the first update.
 """
 
 import json
-import os
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -49,7 +48,7 @@ def pictures():
 
 # ---- any number of stages and of replicas ---------------------------------------------------------
 @pytest.mark.parametrize(
-    ("given", "cuts"),
+    "given, cuts",
     [
         (CNN | {"epochs": 1}, ((2, 1), (2, 3), (3, 1), (1, 2))),
         (GPT, ((2, 3), (4, 1))),
@@ -186,7 +185,7 @@ def cut_off(world, opts, step, passes):
     def backward(model, batch, state, world):
         totals = original(model, batch, state, world)
         if state.progress.step + 1 == step and world.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
         armed.append(state.progress.step + 1 == step and world.rank == passes)
         return totals
 

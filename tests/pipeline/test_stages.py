@@ -9,7 +9,7 @@ import torch
 from jobs import TESTS
 from ranks import fork_ranks
 from refusals import refusal
-from samples import Samples, state_of
+from samples import ALONE, CPU, Samples, state_of
 from torch import nn
 
 from common.data import batches
@@ -23,10 +23,7 @@ from common.sampler import ElasticSampler
 from common.training import backward as plain
 from common.training import build_optimizer, distribute, evaluate, find_task
 from common.training.optimizer import ELEMENT_WISE
-from common.world import World
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1, (CPU,), "life")
 N = 22  # samples: 2 global batches of 10, and one of 2
 
 
@@ -105,7 +102,7 @@ def assert_same(ours, theirs, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "stages", "more"),
+    "model, size, stages, more",
     [
         ("mlp", 2, 2, {"dtype": torch.float32}),
         ("net", 4, 4, {}),
@@ -120,9 +117,16 @@ def assert_same(ours, theirs, tolerance):
         ("mlp", 8, 2, {"shard": 4}),
         ("gpt:6x2x8", 6, 3, {}),
         ("gpt:6x2x8", 4, 2, {"shard": 2, "recompute": True}),
+        *(
+            pytest.param("gpt:6x2x8", size, stages, {"shard": shards}, marks=pytest.mark.long)
+            for size in range(2, 9)
+            for stages in range(1, size + 1)
+            for shards in range(size // stages + 1)
+            if size % stages == 0
+        ),
     ],
 )
-def test_stages_and_replicas_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
+def test_stages_shards_and_copies_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
     model, size, stages, more
 ):
     given = {"micro_batch_size": 2, "clip_grad_norm": 0.1, "momentum": 0.9, "dtype": torch.float64} | more
@@ -131,24 +135,7 @@ def test_stages_and_replicas_have_the_gradient_of_one_device_with_ragged_and_emp
     assert_same(ours, train(ALONE, model, **alone), 1e-10 if given["dtype"] == torch.float64 else 1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("size", "stages", "shards"),
-    [
-        (size, stages, shards)
-        for size in range(2, 9)
-        for stages in range(1, size + 1)
-        for shards in range(size // stages + 1)
-        if size % stages == 0
-    ],
-)
-def test_any_stages_shards_and_copies_have_the_gradient_of_one_device(size, stages, shards):
-    given = {"micro_batch_size": 2, "clip_grad_norm": 0.1, "momentum": 0.9, "dtype": torch.float64}
-    ours = fork_ranks(size, partial(train, model="gpt:6x2x8", stages=stages, shard=shards, **given))
-    assert_same(ours, train(ALONE, "gpt:6x2x8", **given), 1e-10)
-
-
-@pytest.mark.parametrize(("model", "devices"), [("mlp", 2), ("net", 4), ("gpt:6x2x8", 2)])
+@pytest.mark.parametrize("model, devices", [("mlp", 2), ("net", 4), ("gpt:6x2x8", 2)])
 def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(model, devices):
     ours = train(ALONE, model, torch.float64, devices=devices, micro_batch_size=2)
     assert_same([ours], train(ALONE, model, torch.float64, micro_batch_size=2), 1e-10)

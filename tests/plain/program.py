@@ -55,6 +55,7 @@ class Program:
     right = 0  # steps that may come before the refusal
     lives = (1, 4), (3, 5), (2, 0)  # (processes, the call of the net in which the last of them is killed)
     device = "cpu"
+    outputs = 3  # of the net
     told = ""  # what a warning says: then the numbers may be others
     breaks = False  # the loop over batches is left at the end of each epoch
     red = ""  # the finding that it waits for
@@ -64,7 +65,7 @@ class Program:
 
     # ---- what a user writes -------------------------------------------------------------------------
     def net(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, self.outputs))
 
     def sample(self, draws):
         x = torch.randn(6, generator=draws)
@@ -131,7 +132,7 @@ class Program:
         return net
 
     def die(self):
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
 
     def sets(self):
         draws = torch.Generator().manual_seed(1)

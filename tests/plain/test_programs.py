@@ -43,6 +43,7 @@ from torch.utils.data import default_collate
 from common.checkpoint import weights_of
 from common.errors import UserError
 
+SLICES = {"virtual_ranks": 4}
 RED = partial(pytest.mark.xfail, strict=True, raises=pytest.fail.Exception)
 
 
@@ -190,7 +191,7 @@ class CausalTask(CausalWords):
 class CausalWindows(CausalTask):
     """The data shifts."""
 
-    flags = CausalTask.flags | {"virtual_ranks": 4}
+    flags = CausalTask.flags | SLICES
     refused = ""
 
     def sample(self, draws):
@@ -265,7 +266,7 @@ class Langevin(Program):
 
     draws = True
     doors = "script"
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
 
     class kind(torch.optim.SGD):
         @torch.no_grad()
@@ -311,10 +312,8 @@ class Diffusion(Program):
     """The loss draws time and noise."""
 
     draws = True
-    flags = {"virtual_ranks": 4}
-
-    def net(self):
-        return nn.Linear(6, 6)
+    flags = SLICES
+    outputs = 6
 
     def loss(self, net, batch):
         x, _ = batch
@@ -390,8 +389,7 @@ class Slope(Program):
 class Boxes(Program):
     """Targets are dicts with any number of boxes."""
 
-    def net(self):
-        return nn.Linear(6, 6)
+    outputs = 6
 
     def sample(self, draws):
         x, count = super().sample(draws)
@@ -410,9 +408,7 @@ class Column(Program):
     """Regression of [N, 1]; samples count what they weigh."""
 
     doors = "script stages replicas loop"
-
-    def net(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    outputs = 1
 
     def sample(self, draws):
         x, _ = super().sample(draws)
@@ -485,9 +481,7 @@ class Contrast(Program):
 
     doors = "script"
     told = "add up"
-
-    def net(self):
-        return nn.Linear(6, 6)
+    outputs = 6
 
     def scores(self, out, y):
         loss = F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum")
@@ -515,7 +509,7 @@ class Adversarial(Program):
 
 
 class AdversarialSlices(Adversarial):
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
     refused = "backward|in two parts"
 
 
@@ -538,7 +532,7 @@ class RareExpert(Program):
 
 class RareSlices(RareExpert):
     doors = "script"
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
     refused = told = ""
 
 
@@ -600,7 +594,7 @@ class Annealed(Program):
 class AnnealedBreaks(Annealed):
     """The loop over batches is left at the end of each epoch."""
 
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
     breaks = True
     report = evaluation = Program.nothing
 
@@ -619,7 +613,7 @@ class Observed(Program):
     """A running mean that begins at infinity, as observers of quantization do."""
 
     draws = True
-    flags = {"virtual_ranks": 4}
+    flags = SLICES
 
     def net(self):
         def forward(net, x):
@@ -781,7 +775,7 @@ class Skips(Program):
 
 
 class SkipsSlices(Skips):
-    flags = Skips.flags | {"virtual_ranks": 4}
+    flags = Skips.flags | SLICES
 
 
 class LittleMemory(Program):
@@ -966,7 +960,7 @@ def rows_by(*doors):
     ]
 
 
-@pytest.mark.parametrize(("program", "door"), rows_by(script, stages, replicas, loop))
+@pytest.mark.parametrize("program, door", rows_by(script, stages, replicas, loop))
 def test_a_program_has_the_numbers_of_a_plain_loop_or_is_refused(program, door, tmp_path):
     check(program, door, tmp_path)
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from jobs import CLEAN, audit
-from test_verify import own, replay, train, warm_starts  # noqa: F401  (two are fixtures)
+from test_verify import own, train, verify, warm_starts  # noqa: F401  (three are fixtures)
 
 from common.options import parse_options
 from common.replay import end_of
@@ -16,14 +16,14 @@ def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(
     jobs,
     tmp_path,
     own,  # noqa: F811
-    capsys,
+    verify,  # noqa: F811
 ):
     run = train(jobs, tmp_path / "run", "--keep-every=4", *own)
     again = train(jobs, tmp_path / "again", f"--fork={run}", "--at=4", processes=2)
     assert end_of(run, 10) == end_of(again, 10)
     fork = [f"--fork={run}", "--at=4", "--lr=0.1"]
     other = train(jobs, tmp_path / "other", *fork, "--max-steps=6", "--keep-every=5")
-    code, said = replay(capsys, "verify", other, "--all")
+    code, said = verify(other, "--all")
     assert code == 0 and "nothing proves step 5, where it begins" in said and "1 of 1 segments" in said, said
     facts = json.loads((other / "options.json").read_text())["options"]
     assert (facts["fork"], facts["at"], facts["lr"], facts["model"]) == (str(run), 4, 0.1, "mlp")
@@ -43,8 +43,7 @@ def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(
         (["--fork=damaged", "--at=3", "--run-dir=new"], "options.json is damaged"),
     ],
 )
-def test_a_fork_that_lacks_something_is_refused(flags, words, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_fork_that_lacks_something_is_refused(flags, words, capsys, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/options.json").write_text('{"options": {}, "identity": {}}')  # no seal
     with pytest.raises(SystemExit, match="2"):

@@ -76,10 +76,15 @@ def warm_starts(jobs, monkeypatch):
     monkeypatch.setattr("common.replay.subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
 
 
-def replay(capsys, *arguments):
-    """(exit code, output) of python -m common.replay."""
-    code = main([str(argument) for argument in arguments])
-    return code, "".join(capsys.readouterr())
+@pytest.fixture
+def verify(capsys):
+    """(exit code, output) of python -m common.replay verify."""
+
+    def verify(*arguments):
+        code = main(["verify", *map(str, arguments)])
+        return code, "".join(capsys.readouterr())
+
+    return verify
 
 
 def results(output):
@@ -96,15 +101,15 @@ def own(tmp_path_factory):
 
 
 def test_with_keep_every_and_digest_every_a_changed_rate_is_found_and_damage_is_refused(
-    jobs, tmp_path, own, capsys
+    jobs, tmp_path, own, verify
 ):
     run = train(jobs, tmp_path / "run", "--keep-every=3", *own, CHEAT="1")
-    code, output = replay(capsys, "verify", run, "--all")
+    code, output = verify(run, "--all")
     found = results(output)
     wrong = {segment: result for segment, result in found.items() if result != "same"}
     assert code == 1 and wrong == {(3, 6): "differs, from step 5 at the latest"}, output
     (run / "checkpoints/step-00000003/model.safetensors").write_bytes(b"")
-    code, output = replay(capsys, "verify", run, "--all")
+    code, output = verify(run, "--all")
     assert code == 2 and "damaged" in output, output
 
 
@@ -118,7 +123,7 @@ def sealed_facts(folder, **changes):
     return facts
 
 
-def test_other_counters_and_a_beginning_that_was_cut_off_are_found(jobs, tmp_path, own, capsys):
+def test_other_counters_and_a_beginning_that_was_cut_off_are_found(jobs, tmp_path, own, verify):
     run = train(jobs, tmp_path / "run", "--keep-every=4", *own, "--epochs=2")
     end = run / "checkpoints/step-00000012"
     facts = sealed_facts(end)
@@ -132,50 +137,50 @@ def test_other_counters_and_a_beginning_that_was_cut_off_are_found(jobs, tmp_pat
         ({"best": facts["best"] | {"step": 11}}, "same, but nothing proves its best evaluation, of step 11"),
     ):
         sealed_facts(end, **facts | changes)
-        code, output = replay(capsys, "verify", run, "--from", 8, "--to", 12)
+        code, output = verify(run, "--from", 8, "--to", 12)
         assert results(output)[8, 12] == result and code == result.startswith("differs"), changes
     sealed_facts(end, **facts)
     sealed_facts(run / "checkpoints/step-00000004", position=0)
     ledger = run / "ledger.jsonl"  # it has no seal
     ledger.write_text(ledger.read_text().replace('"step": 0,', '"step": 4,', 1))
-    code, output = replay(capsys, "verify", run, "--to", 8)
+    code, output = verify(run, "--to", 8)
     assert code == 1 and results(output)[0, 4] == "differs in its position", output
 
 
 def test_an_lr_schedule_over_epochs_that_were_raised_is_the_same_and_its_fork_has_them_too(
-    jobs, tmp_path, capsys
+    jobs, tmp_path, verify
 ):
     """The rate falls to the end of the run: a segment has the epochs of the life that made it."""
     flags = ("--model=mlp", "--dataset=random:160x5", "--lr-schedule=cosine", "--keep-every=4")
     run = train(jobs, tmp_path / "run", *flags, "--epochs=1")
     train(jobs, run, *flags, "--epochs=3")
     for begin, end in ((0, 4), (20, 24)):
-        code, output = replay(capsys, "verify", run, "--from", begin, "--to", end)
+        code, output = verify(run, "--from", begin, "--to", end)
         assert code == 0 and results(output) == {(begin, end): "same"}, output
     fork = tmp_path / "fork"
     jobs.python("train_ddp.py", f"--fork={run}", "--at=20", f"--run-dir={fork}").ends_with(0)
     assert max(event["step"] for event in events(fork, "save")) == 30
 
 
-def test_a_file_in_the_run_itself_is_run_only_if_it_is_named(jobs, run, capsys):
+def test_a_file_in_the_run_itself_is_run_only_if_it_is_named(jobs, run, verify):
     run.mkdir(0o700)
     (run / "own.py").write_text(OWN)
     named = f"--dataset={run}/own.py:data"
     train(jobs, run, named, "--model=mlp", "--epochs=1", "--keep-every=5")
-    code, output = replay(capsys, "verify", run, "--to", 5)
+    code, output = verify(run, "--to", 5)
     assert code == 2 and f"name it yourself: --dataset {run}/own.py:data" in output, output
-    assert replay(capsys, "verify", run, "--to", 5, named)[0] == 0
+    assert verify(run, "--to", 5, named)[0] == 0
 
 
-def test_without_virtual_ranks_it_says_that_the_number_of_processes_counts(jobs, tmp_path, own, capsys):
+def test_without_virtual_ranks_it_says_that_the_number_of_processes_counts(jobs, tmp_path, own, verify):
     run = train(jobs, tmp_path / "run", "--keep-every=5", *own, "--virtual-ranks=0", processes=2)
-    code, output = replay(capsys, "verify", run, "--from", "5", "--nproc", "2")
+    code, output = verify(run, "--from", "5", "--nproc", "2")
     assert code == 0 and "other bits prove nothing" in output, output
 
 
-def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, run, capsys):
+def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, run, verify):
     (tmp_path / "story.txt").write_text("Once upon a time. " * 200)
-    job = jobs.torchrun(
+    jobs.torchrun(
         2,
         "train_mp.py",
         f"--run-dir={run}",
@@ -188,12 +193,11 @@ def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, run, capsys)
         "--virtual-ranks=4",
         "--global-batch-size=16",
         "--no-tensorboard",
-    )
-    job.ends_with(0)
-    code, output = replay(capsys, "verify", run, "--all")
+    ).ends_with(0)
+    code, output = verify(run, "--all")
     assert code == 0 and results(output) == {(0, 2): "same", (2, 4): "same"}, output
 
 
-def test_what_cannot_be_verified_is_said_in_words(tmp_path, capsys):
-    code, output = replay(capsys, "verify", Path(tmp_path))
+def test_what_cannot_be_verified_is_said_in_words(tmp_path, verify):
+    code, output = verify(Path(tmp_path))
     assert code == 2 and "options.json" in output and "name the folder of a run" in output

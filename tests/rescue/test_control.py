@@ -15,7 +15,7 @@ def ask(run, name, job):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    "how, words",
     [
         ("torchrun", ("train_mp.py", "--micro-batch-size=8")),
         ("launcher", ("launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py")),

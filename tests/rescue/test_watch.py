@@ -109,7 +109,7 @@ def stop_rank_1(world):
     _, _, reports = watched(world, 2)
     if world.rank == 1:
         world.store.set("pid", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.raise_signal(signal.SIGSTOP)
         return reports
     until(lambda: reports, "the report")
     world.store.add("reported", 1)

@@ -47,11 +47,11 @@ def until(condition, what, deadline=300):
     return value
 
 
-def ran(*words, cwd=ROOT, **env):
+def ran(*words, cwd=ROOT, timeout=300, **env):
     """What a command did, with what it printed."""
     words = list(map(str, words))
     env = os.environ | env
-    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def free_port():
@@ -89,9 +89,10 @@ class Jobs:
             self.reader.join()
 
     def environment(self, **extra):
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PET_", "PYTEST"))}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            env.pop(name, None)
+        from common.place import MEETING
+
+        others = *MEETING, "TORCHELASTIC", "PET_", "PYTEST"
+        env = {k: v for k, v in os.environ.items() if not k.startswith(others)}
         env |= {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token, "PYTHONDONTWRITEBYTECODE": "1"}
         return env | extra
 

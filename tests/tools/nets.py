@@ -14,13 +14,18 @@ from common.models.gpt import Block, Embedding, build_gpt
 WORDS, LENGTH = 23, 12
 
 
+def cut(count, x, y):
+    """So many to train on, the others to test on."""
+    return x[:count], y[:count], x[count:], y[count:]
+
+
 def pictures():
     """(x, y, x_test, y_test): 107 pictures, so that every epoch ends in a short batch."""
     draws = torch.Generator().manual_seed(1)
     x = torch.randn(150, 1, 12, 12, generator=draws)
     y = torch.randint(4, (150,), generator=draws)
     x += y.view(-1, 1, 1, 1) * 0.2
-    return x[:107], y[:107], x[107:], y[107:]
+    return cut(107, x, y)
 
 
 def colours():
@@ -28,7 +33,7 @@ def colours():
     draws = torch.Generator().manual_seed(2)
     x = torch.randn(72, 3, 32, 32, generator=draws)
     y = torch.randint(3, (72,), generator=draws)
-    return x[:64], y[:64], x[64:], y[64:]  # 24, 24, 16: no slice of one, which BatchNorm refuses
+    return cut(64, x, y)  # 24, 24, 16: no slice of one, which BatchNorm refuses
 
 
 def large_pictures():
@@ -40,14 +45,13 @@ def large_pictures():
 def words():
     """Sequences of words; to be predicted: the first of them."""
     x = torch.randint(WORDS, (110, LENGTH), generator=torch.Generator().manual_seed(3))
-    return x[:91], x[:91, 0], x[91:], x[91:, 0]
+    return cut(91, x, x[:, 0])
 
 
 def sentences():
     """Enough for batches of 1,500; to be predicted: whether the first word is even."""
     x = torch.randint(WORDS, (5000, LENGTH), generator=torch.Generator().manual_seed(6))
-    y = x[:, 0] % 2
-    return x[:4000], y[:4000], x[4000:], y[4000:]
+    return cut(4000, x, x[:, 0] % 2)
 
 
 def cnn(data):

@@ -142,15 +142,7 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
                 "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=patience
             )
             del os.environ["TORCH_DIST_INIT_BARRIER"]
-        world = World(
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            local_size=local_size,
-            devices=(torch.device("cpu"),),
-            life=life,
-            store=store,
-        )
+        world = World(rank, size, local_rank, local_size, (torch.device("cpu"),), life, store)
         answer = (True, function(world, *args))
         code = 0
     except SystemExit as error:

@@ -1,10 +1,27 @@
 """A rank's share of a global batch of given tensors, as `batches` would cut it; the state of a net."""
 
+from typing import NamedTuple
+
+import torch
+
 from common.data import Batch
 from common.data.loading import forward_sizes
 from common.data.samples import Samples as Split
 from common.sampler import share
 from common.training import TrainState, build_optimizer
+from common.world import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 1, (CPU,), "life")
+
+
+class Facts(NamedTuple):
+    """What a net is built for."""
+
+    name: str
+    classes: int
+    sample_shape: tuple
+    vocab: int | None = None
 
 
 def share_of(x, y, opts, rank=0, world=1):

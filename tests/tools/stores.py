@@ -6,13 +6,15 @@ import contextlib
 import os
 import signal
 import uuid
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no deadline of a test should pay)
 from refusals import refusal
-from samples import state_of
+from samples import ALONE, state_of
 from torch import nn
 
 from common.checkpoint import Layout, Reader
@@ -25,7 +27,10 @@ from common.errors import UserError
 from common.options import Options
 from common.store import CheckpointStore
 from common.store.load import load_newest
-from common.world import World
+
+SAMPLED = pytest.mark.parametrize(
+    "every", [pytest.param(29, id="every 29th"), pytest.param(1, id="all", marks=pytest.mark.long)]
+)
 
 
 def options(folder, **flags):
@@ -35,15 +40,7 @@ def options(folder, **flags):
 
 
 def world_of_one():
-    return World(
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
-        devices=(torch.device("cpu"),),
-        life=uuid.uuid4().hex[:12],
-        store=None,
-    )
+    return replace(ALONE, life=uuid.uuid4().hex[:12])
 
 
 def tiny_net():
@@ -130,9 +127,9 @@ def a_life(opts, net=None, samples=None, said=None, **given):
         end(store)
 
 
-def resumes_at(opts, step, net=None):
+def resumes_at(opts, step, net=None, **given):
     """Whether a new life begins with the state of that step."""
-    with a_life(opts, net) as life:
+    with a_life(opts, net, **given) as life:
         return is_at(life.state, step)
 
 
@@ -182,10 +179,10 @@ def announced_rescue(store, step=None):
         return ""
 
 
-def two_checkpoints(folder, steps=(1, 2), **flags):
+def two_checkpoints(folder, steps=(1, 2), net=None, **flags):
     """A run with checkpoints of these steps; (opts, folder of checkpoints)."""
     opts = options(folder, **flags)
-    with a_life(opts) as life:
+    with a_life(opts, net) as life:
         for step in steps:
             save(life, step)
     return opts, opts.run_dir / "checkpoints"

@@ -10,14 +10,13 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from jobs import lives, rows
 from ranks import fork_ranks
 from refusals import refusal
-from samples import share_of, state_of
+from samples import Facts, share_of, state_of
 
 import common.run as house
 import train_ddp
@@ -85,7 +84,7 @@ def life(world, script, opts, kill=None):
 def die_at(script, step, phase):
     def die(state):
         if state.progress.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
 
     original = script.backward
 
@@ -237,7 +236,7 @@ def small(world, virtual_ranks):
     """A net of the tests, its state and a batch, without a script around them."""
     opts = options(Path("unused"), CNN | {"virtual_ranks": virtual_ranks})
     pinned.pin(opts)
-    data = SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures")
+    data = Facts("pictures", 4, (1, 12, 12))
     net = build_model(opts, data)
     state = state_of(net, opts, 107)
     return distribute(net, opts, world), state

@@ -24,9 +24,13 @@ def split_of(n, width=5):
     return TensorSamples((x, torch.randint(0, min(3, width - 2), (n,))), Options(), 3)
 
 
-def metrics_of(world, n, ema=0.0):
+def made():
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
+    return nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
+
+
+def metrics_of(world, n, ema=0.0):
+    net = made()
     opts = Options(ema_decay=ema)
     state = state_of(net, opts, n)
     if ema:
@@ -39,8 +43,7 @@ def metrics_of(world, n, ema=0.0):
 def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_sample_once(n):
     ((alone, _),) = fork_ranks(1, metrics_of, n)
     split = split_of(n)
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3)).eval()
+    net = made().eval()
     with torch.no_grad():
         out = net(split.x)
     assert alone["val_acc"] == (out.argmax(1) == split.y).sum().item() / n
@@ -59,12 +62,12 @@ def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
 
 
 @pytest.mark.parametrize("between", ["evaluate", "update"])
-def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_become(tmp_path, between):
+def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_become(run, between):
     """--save-every falls on the last step of an epoch: its evaluation puts averages into the net at once."""
 
     def live(world):
         with fake_streams():
-            state, store = a_run(world, tmp_path / "run", "--ema-decay=0.5")
+            state, store = a_run(world, run, "--ema-decay=0.5")
             state.device = torch.device("cuda")
             step(state)
             step(state)
@@ -87,7 +90,7 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
                 step(state)
                 land()
             store.close()
-        ((_, folder),) = checkpoints(tmp_path / "run")
+        ((_, folder),) = checkpoints(run)
         return [
             n for n, t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])
         ]

@@ -253,9 +253,8 @@ def wrong(step, total):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
 
     def build(*flags):
         opts = parse_options("", list(flags), "ddp")

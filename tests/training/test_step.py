@@ -55,7 +55,7 @@ def full_batch_gradient(size, smoothing=0.0):
 
 
 @pytest.mark.parametrize(
-    ("world", "size", "flags"),
+    "world, size, flags",
     [
         # ragged batches, and fewer samples than ranks
         *((world, size, {}) for world in (1, 2, 3, 5) for size in (16, 17, 4, 2, 1)),
@@ -91,7 +91,7 @@ def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
 
 
 @pytest.mark.parametrize(
-    ("size", "count", "sizes"), [(30, 2, [15, 15]), (10, 2, [5, 5]), (10, 3, [4, 4, 2]), (1, 2, [1])]
+    "size, count, sizes", [(30, 2, [15, 15]), (10, 2, [5, 5]), (10, 3, [4, 4, 2]), (1, 2, [1])]
 )
 def test_cpu_replicas_get_the_chunks_that_gpus_would_get(size, count, sizes):
     net = small_net()
@@ -171,9 +171,7 @@ def synced(world, size, micro):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("world", "size", "micro"), [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2)]
-)
+@pytest.mark.parametrize("world, size, micro", [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2)])
 def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(world, size, micro):
     forwards = fork_ranks(world, synced, size, micro)
     assert len({len(seen) for seen in forwards}) == 1 and sum(map(sum, forwards)) == size

@@ -9,7 +9,7 @@ import torch
 from jobs import TESTS
 from ranks import fork_ranks
 from refusals import refusal
-from samples import state_of
+from samples import ALONE, CPU, state_of
 
 from common.data import Batch, batches, load_data
 from common.models import build_model
@@ -17,10 +17,6 @@ from common.options import Options
 from common.sampler import ElasticSampler
 from common.training import backward, distribute, evaluate, find_task, prepare
 from common.training.progress import Progress
-from common.world import World
-
-CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1, (CPU,), "life")
 
 
 def options(name, **more):

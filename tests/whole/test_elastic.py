@@ -63,7 +63,7 @@ def after(line, new, indent="            "):
 
 
 @pytest.mark.parametrize(
-    ("fact", "edit"),
+    "fact, edit",
     [
         ("a batch was not trained on", (STEP, "            pass")),
         ("has no len()", ("dataset=points", "dataset=iter([])")),
@@ -109,7 +109,7 @@ def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, run):
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("break", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", 130)]
+    "how, code", [("break", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", 130)]
 )
 def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, run, how, code):
     early = BATCHES, f"        test(run, points)\n{BATCHES}"

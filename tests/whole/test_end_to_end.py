@@ -91,7 +91,7 @@ def net(opts, data):
     def die(module, inputs):
         if next(count) == 4 * 5 + 2 and os.environ["RANK"] == "1" and not os.path.exists({mark!r}):
             open({mark!r}, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
     net.register_forward_pre_hook(die)
     return net
 """
@@ -101,8 +101,7 @@ def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run,
     mark = tmp_path / "died"
     (tmp_path / "dying.py").write_text(DYING.format(tests=str(TESTS), mark=str(mark)))
     # four forwards a step: in step 6
-    job = ddp(jobs, 2, run, f"--model={tmp_path}/dying.py:net", "--micro-batch-size=4")
-    job.ends_with(0)
+    ddp(jobs, 2, run, f"--model={tmp_path}/dying.py:net", "--micro-batch-size=4").ends_with(0)
     assert mark.exists()
     assert lives(run)[-1]["step"] == 5
     assert_same(run, undisturbed)

@@ -1,7 +1,6 @@
 """Every evaluation is in metrics.jsonl once, wherever the process that should have written it died."""
 
 import json
-import os
 import signal
 
 import pytest
@@ -31,7 +30,7 @@ def struck(world, script, opts, step, where, how):
     def strike(at):
         if world.rank == 0 and at == step:
             if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
+                signal.raise_signal(signal.SIGKILL)
             raise RuntimeError("struck")
 
     evaluate = script.evaluate
@@ -50,6 +49,11 @@ def struck(world, script, opts, step, where, how):
     else:
         script.evaluate = evaluate_or_die
     return life(world, script, opts)
+
+
+def files_of(folder):
+    newest = max((folder / "checkpoints").iterdir())
+    return (folder / "metrics.jsonl").read_bytes(), newest.stat().st_ino
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -71,10 +75,6 @@ def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name
             assert run(folder, step, "due", how) == run(folder, step, "made", how) == code
         run(folder)
         assert left_by(folder) == whole, how
-        newest = max((folder / "checkpoints").iterdir())
-        before = (folder / "metrics.jsonl").read_bytes(), newest.stat().st_ino
+        before = files_of(folder)
         run(folder)
-        assert before == (
-            (folder / "metrics.jsonl").read_bytes(),
-            max((folder / "checkpoints").iterdir()).stat().st_ino,
-        )
+        assert files_of(folder) == before

@@ -29,6 +29,8 @@ COLLECTIVE |= {f"pipeline/{name}" for name in ("split", "transfer")}
 ENVIRON = {"place", "errors", "world/world"}
 TOP_LEVEL = "LICENSE README.md common launch requirements.txt tests train_ddp.py train_dp.py train_mp.py"
 MADE_BY_USE = {"runs", "data", "__pycache__"}
+A_ROOM = pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
+A_SCRIPT = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 
 
 def place(path):
@@ -115,7 +117,7 @@ def test_a_room_uses_the_floors_below_it_through_their_doors_and_so_does_a_scrip
         )
 
 
-@pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
+@A_ROOM
 def test_a_door_hands_out_little_and_only_what_somebody_outside_takes(room):
     taken = set()
     for path in [*FILES, *SCRIPTS, *ROOT.glob("launch/*.py"), *(ROOT / "tests").rglob("*.py")]:
@@ -128,7 +130,7 @@ def test_a_door_hands_out_little_and_only_what_somebody_outside_takes(room):
     assert all(module.startswith(f"common.{room}") for module, _ in imports(HOUSE / room / "__init__.py"))
 
 
-@pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
+@A_ROOM
 def test_no_circle_inside_a_room(room):
     files = [path for path in FILES if room_of(path) == room and path.stem != "__init__"]
     arrows = {
@@ -158,7 +160,7 @@ def test_the_lists_of_exceptions_name_files_that_need_them():
     assert not {name for name in ENVIRON if not says(HOUSE / f"{name}.py", "os.environ")}
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@A_SCRIPT
 def test_a_script_asks_for_no_rank_and_calls_no_collective(path):
     named = {module for module, _ in imports(path) if module.startswith("torch.distributed")}
     assert all("elastic" in name for name in named), named
@@ -176,7 +178,7 @@ def test_a_script_asks_for_no_rank_and_calls_no_collective(path):
             )
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@A_SCRIPT
 def test_the_optimizer_steps_within_30_lines_of_the_loop_over_batches(path):
     lines = path.read_text().splitlines()
     loop = next(i for i, line in enumerate(lines) if line.strip().startswith("for batch in"))

@@ -13,7 +13,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import CLEAN, PACED, ROOT, audit, children, free_port, kill_at, listening, lives, until, wait_for
+from jobs import (
+    CLEAN,
+    PACED,
+    ROOT,
+    audit,
+    children,
+    free_port,
+    kill_at,
+    listening,
+    lives,
+    ran,
+    until,
+    wait_for,
+)
 
 from launch import agent, torchrun
 
@@ -93,7 +106,7 @@ def test_the_first_call_makes_an_environment_beside_the_project_and_the_second_f
 
 @needs_an_environment
 @pytest.mark.parametrize(
-    ("variable", "visible", "count"),
+    "variable, visible, count",
     [("VIRTUAL_ENV", None, 4), ("CONDA_PREFIX", "2,GPU-7a,1", 3), ("VIRTUAL_ENV", "", 2)],
 )
 def test_an_active_environment_is_used_and_a_process_started_for_each_visible_gpu(
@@ -131,13 +144,11 @@ def test_the_shell_scripts_are_clean():
         ROOT / ".ci/run",
     ]
     for path in scripts:
-        assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
+        assert ran("bash", "-n", path).returncode == 0
         assert path.name == "setup.sh" or os.access(path, os.X_OK), path
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed: syntax alone was checked")
-    done = subprocess.run(
-        ["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = ran("shellcheck", "-x", *scripts)
     assert done.returncode == 0, done.stdout
 
 
@@ -240,13 +251,10 @@ WAITS = [
 
 
 @pytest.mark.parametrize("words, when", [([], hears), (WAITS, lambda _: os.path.getsize("meeting"))])
-def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(
-    jobs, monkeypatch, tmp_path, words, when
-):
+def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(jobs, tmp_path, words, when):
     alone = ["--pid", "--fork", "--kill-child"]
     if not shutil.which("unshare") or sh("unshare", *alone, "true").returncode:
         pytest.skip("no PID namespace can be made here")
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "meeting").touch()
     words = [*alone, sys.executable, TORCHRUN, *words, ROOT / "train_ddp.py", *PACED]
     job = jobs.start(*words, cold=True, program="unshare", cwd=tmp_path)
@@ -345,7 +353,7 @@ def test_a_temporary_folder_with_a_long_name_is_no_obstacle(jobs, tmp_path):
     jobs.start(TORCHRUN, tmp_path / "ends.py", TMPDIR=str(place)).ends_with(0)
 
 
-def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path):
+def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path, run):
     text = re.search(r"TORCH_\w+=1 torchrun --nnodes.*\n.*", (ROOT / "train_ddp.py").read_text())[0]
     for old, new in (
         ("\\", ""),
@@ -361,9 +369,9 @@ def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torc
     words[at : at + 1] = [*here, ROOT / "train_ddp.py", *PACED, "--epochs=999"]
     env = dict([setting.split("=")], PACE="0.05")
     first = jobs.start(*words, **env)
-    wait_for(tmp_path / "run", 2, job=first)
+    wait_for(run, 2, job=first)
     late = jobs.start(*words, **env)
-    assert wait_for(tmp_path / "run", 3, life=1, job=late)["world"] == 2
+    assert wait_for(run, 3, life=1, job=late)["world"] == 2
     for job in (late, first):
         job.kill(signal.SIGTERM)
         job.wait()

@@ -1,12 +1,10 @@
 """The one command for a lent GPU, as far as a CPU can run it."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
-from jobs import ROOT
+from jobs import ROOT, ran
 from lease import TESTS, Lease, Part
 
 SLEEP = '__import__("time").sleep(99)'
@@ -47,13 +45,8 @@ def test_after_the_last_second_no_part_begins(tmp_path):
 
 @pytest.mark.parametrize("parts", [["locks"], pytest.param([], marks=pytest.mark.long)])
 def test_without_a_gpu_the_command_runs_dry(tmp_path, parts):
-    done = subprocess.run(
-        ["bash", ROOT / "tests/gpu/lease.sh", tmp_path / "out", *parts],
-        env=os.environ | {"PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=570,
-    )
+    words = (ROOT / "tests/gpu/lease.sh", tmp_path / "out", *parts)
+    done = ran("bash", *words, timeout=570, PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out/figures.json").read_text())
     assert {part["part"]: part["outcome"] for part in found["parts"]} == dict.fromkeys(

@@ -52,7 +52,6 @@ def shown(pattern, paths=()):
 def test_the_flags_of_each_training_that_is_shown_are_taken_and_resume_what_the_same_folder_holds(
     tmp_path, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.access", lambda *_: True)  # not everybody may write to /shared
     for path in (
         "my_own.py",

@@ -23,7 +23,7 @@ def rare():
 def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jobs, tmp_path, run):
     file = tmp_path / "my_recipes.py"
     file.write_text(CODE + DATA)
-    job = jobs.python(
+    jobs.python(
         "train_ddp.py",
         "--model=mlp",
         f"--dataset={file}:rare",
@@ -33,8 +33,7 @@ def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jo
         "--workers=0",
         "--no-tensorboard",
         f"--run-dir={tmp_path / 'run'}",
-    )
-    job.ends_with(0)
+    ).ends_with(0)
     names = {}
     rows = []
     exec(CODE, names)
@@ -56,7 +55,7 @@ def test_the_profiler_of_torch_goes_around_the_loop(jobs, tmp_path):
         f"import torch\n{head}        {context}\n{indented}\n"
         f"        profiler.export_chrome_trace({str(tmp_path / 'trace.json')!r})\n\n\n{rest}"
     )
-    job = jobs.start(
+    jobs.start(
         copy,
         "--model=mlp",
         "--dataset=random",
@@ -64,15 +63,14 @@ def test_the_profiler_of_torch_goes_around_the_loop(jobs, tmp_path):
         "--no-tensorboard",
         f"--run-dir={tmp_path / 'run'}",
         PYTHONPATH=str(TESTS.parents[1]),
-    )
-    job.ends_with(0)
+    ).ends_with(0)
     assert "aten::" in (tmp_path / "trace.json").read_text()
 
 
 def test_a_gpt_of_a_run_writes_on(jobs, tmp_path, run):
     file = tmp_path / "cats.txt"
     file.write_text("the cat sat on the mat. " * 600)
-    job = jobs.python(
+    jobs.python(
         "train_ddp.py",
         "--model=gpt:1x2x16",
         "--dataset=text:64",
@@ -80,8 +78,7 @@ def test_a_gpt_of_a_run_writes_on(jobs, tmp_path, run):
         "--max-steps=2",
         "--no-tensorboard",
         f"--run-dir={tmp_path / 'run'}",
-    )
-    job.ends_with(0)
+    ).ends_with(0)
     names = {"torch": torch}
     with torch.no_grad():
         exec(WRITES.replace("runs/wide", f"{run}").replace("range(200)", "range(70)"), names)

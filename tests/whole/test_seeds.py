@@ -96,9 +96,7 @@ def test_003_the_small_perceptron_trains_in_two_processes_with_a_hand_set_enviro
     assert [m["step"] for m in rows(tmp_path) if "loss" in m] == list(range(1, 9))  # 4 steps an epoch
 
 
-@pytest.mark.parametrize(
-    ("devices", "inside"), [("cpu", [30, 30, 30, 10]), ("cpu,cpu", [15, 15] * 3 + [5, 5])]
-)
+@pytest.mark.parametrize("devices, inside", [("cpu", [30, 30, 30, 10]), ("cpu,cpu", [15, 15] * 3 + [5, 5])])
 def test_004_show_scatter_prints_the_random_batches_as_in_the_tutorial(jobs, tmp_path, devices, inside):
     out = script(
         jobs.python,

@@ -29,8 +29,7 @@ def fork_server(job):
     return next(pid for pid in children(job.pid) if "resource_tracker" not in command(pid) and children(pid))
 
 
-def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path):
-    run = tmp_path / "run"
+def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, run):
     job = warm(jobs, *PACED, "--run-dir", run, "--epochs=999")  # it must not end before the last kill
     killed = []
     deaths = []
@@ -74,8 +73,9 @@ def net(data):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_next_lifes_processes_begin_while_a_survivor_saves_and_wait_for_its_end(jobs, tmp_path, rank):
-    run = tmp_path / "run"
+def test_the_next_lifes_processes_begin_while_a_survivor_saves_and_wait_for_its_end(
+    jobs, run, tmp_path, rank
+):
     (tmp_path / "begun").mkdir()
     (tmp_path / "own.py").write_text(BESIDE)
     flags = (f"--model={tmp_path}/own.py:net", "--save-every=0", "--save-seconds=0", "--epochs=999")
@@ -88,16 +88,15 @@ def test_the_next_lifes_processes_begin_while_a_survivor_saves_and_wait_for_its_
     assert audit(run) == CLEAN and len(lives(run)) == 2
 
 
-def test_a_killed_fork_server_is_replaced_too(jobs, tmp_path):
-    job = warm(jobs, *PACED, "--run-dir", tmp_path / "run", PACE="0.02")
-    wait_for(tmp_path / "run", 3, 0, job)
+def test_a_killed_fork_server_is_replaced_too(jobs, run):
+    job = warm(jobs, *PACED, "--run-dir", run, PACE="0.02")
+    wait_for(run, 3, 0, job)
     assert jobs.kill(fork_server(job))
     job.ends_with(0)
-    assert audit(tmp_path / "run") == CLEAN
+    assert audit(run) == CLEAN
 
 
-def test_sigterm_sigint_sigusr1_or_sighup_leaves_143_and_the_same_command_goes_on_to_0(jobs, tmp_path):
-    run = tmp_path / "run"
+def test_sigterm_sigint_sigusr1_or_sighup_leaves_143_and_the_same_command_goes_on_to_0(jobs, run):
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1] + [signal.SIGHUP] * (not NOHUP)
     for life, number in enumerate(numbers):
         job = warm(jobs, *PACED, "--run-dir", run)
@@ -109,21 +108,21 @@ def test_sigterm_sigint_sigusr1_or_sighup_leaves_143_and_the_same_command_goes_o
     assert [life["world"] for life in lives(run)] == [2] * len(numbers) + [3]
 
 
-def test_a_stop_before_the_first_step_leaves_143_too(jobs, tmp_path):
-    job = warm(jobs, *PACED, "--run-dir", tmp_path / "run")
+def test_a_stop_before_the_first_step_leaves_143_too(jobs, run):
+    job = warm(jobs, *PACED, "--run-dir", run)
     until(lambda: any(map(children, children(job.pid))), "a worker")
     job.kill(signal.SIGTERM)
     job.ends_with(143)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_worker_is_woken_for_the_stop_and_not_waited_for(jobs, tmp_path, rank):
-    job = warm(jobs, *PACED, "--run-dir", tmp_path / "run", PACE="0.02")
-    assert jobs.kill(wait_for(tmp_path / "run", 3, 0, job)["pids"][rank], signal.SIGSTOP)
+def test_a_stopped_worker_is_woken_for_the_stop_and_not_waited_for(jobs, run, rank):
+    job = warm(jobs, *PACED, "--run-dir", run, PACE="0.02")
+    assert jobs.kill(wait_for(run, 3, 0, job)["pids"][rank], signal.SIGSTOP)
     job.kill(signal.SIGTERM)
     job.ends_with(143)
-    warm(jobs, *PACED, "--run-dir", tmp_path / "run").ends_with(0)
-    assert audit(tmp_path / "run") == CLEAN
+    warm(jobs, *PACED, "--run-dir", run).ends_with(0)
+    assert audit(run) == CLEAN
 
 
 def test_who_does_not_end_is_killed_after_the_time_for_a_save_and_has_not_saved(jobs, tmp_path):
@@ -198,8 +197,7 @@ def test_forks_draw_different_numbers_as_processes_do_that_are_started_afresh(jo
     assert not {*first} & {*second}
 
 
-def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs, tmp_path):
-    run = tmp_path / "run"
+def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs, run, tmp_path):
     deadly = (TESTS / "poisoned.py").read_text().replace("raise OSError", "os.kill(os.getpid(), 9)  #")
     data = script(tmp_path, f"import os\n{deadly}")
     flags = (

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusals import refusal
-from samples import share_of, state_of
+from samples import ALONE, share_of, state_of
 from torch import nn
 
 from common.errors import blamed
 from common.options import Options
 from common.training import backward, distribute, prepare
-from common.world import World
 from common.world import world as pinned
 
 
@@ -47,12 +46,10 @@ def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
     opts = Options(virtual_ranks=2, global_batch_size=4)
     pinned.pin(opts)
     net = Refused(4, 2)
-    world = World(0, 1, 0, 1, (torch.device("cpu"),), "life")
     state = state_of(net, opts, 4)
     with refusal() as told, blamed():  # as round a life
-        backward(
-            distribute(net, opts, world), share_of(torch.randn(4, 4), torch.arange(4) % 2, opts), state, world
-        )
+        batch = share_of(torch.randn(4, 4), torch.arange(4) % 2, opts)
+        backward(distribute(net, opts, ALONE), batch, state, ALONE)
     for words in ("put_", "--debug", "--virtual-ranks", "replace the layer"):
         assert words in str(told.value)
 
