@@ -113,6 +113,21 @@ class ActNorm(Program):
         return Part(forward, head=nn.Linear(6, 3), shift=shift, ready=torch.tensor(False))
 
 
+class MaxNorm(Program):
+    """Embeddings that a forward shortens once they are long: each rank those that it has seen."""
+
+    refused = "changed by a forward"
+
+    def net(self):
+        words = nn.EmbeddingBag(20, 6, max_norm=3)
+        words.weight.data.mul_(0.1)
+        return nn.Sequential(words, nn.Linear(6, 3))
+
+    def sample(self, draws):
+        words = torch.randint(20, (4,), generator=draws)
+        return words, words[0] % 3
+
+
 TINY = {
     "vocab_size": 20,
     "hidden_size": 8,
@@ -910,6 +925,19 @@ class MidEpoch(Program):
     def check(self, run):
         if weights_of(run, "best")[1]["step"] != 3:
             raise Wrong("step 3 is not the best")
+
+
+class EvaluatesFirst(Program):
+    """An evaluation of the averages between a forward and its step."""
+
+    doors = "loop"
+    flags = {"ema_decay": 0.9}
+    report = evaluation = Program.nothing
+
+    def step(self, run, batch):
+        loss, count = self.values(run, batch)["loss"]
+        run.evaluate(lambda batch: self.values(run, batch))
+        run.step(loss, count)
 
 
 class Collects(Program):
