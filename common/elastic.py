@@ -228,7 +228,8 @@ class Elastic:
         if self.kept:  # in a batch that is only there for a report
             return state.statistics.reset()
         self._check_step()
-        state.task.check_sum(loss)
+        weights = [p for p in state.names if p.requires_grad]
+        loss = state.task.minimised({"loss": (loss, count)}, weights)  # a share may have nothing to learn
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().to(counted), counted])
         counts = bool(gradient.ids)

@@ -421,6 +421,20 @@ class Boxes(Program):
         return {"loss": (torch.cat(errors).abs().sum(), sum(map(len, errors)))}
 
 
+class FewBoxes(Program):
+    """Samples with nothing to learn: the loss of a share of them has no gradient."""
+
+    flags = {"micro_batch_size": 1}
+
+    def scores(self, out, y):
+        rows = [F.cross_entropy(out[i], y[i], reduction="sum") for i in y.nonzero()[:, 0]]
+        return {"loss": (sum(rows, torch.zeros(())), len(rows))}
+
+
+class FewBoxesSlices(FewBoxes):
+    flags = {"virtual_ranks": 11}
+
+
 class Column(Program):
     """Regression of [N, 1]; samples count what they weigh."""
 
