@@ -614,6 +614,20 @@ class Mask(Program):
         return Part(forward, head=nn.Linear(6, 3), mask=torch.ones(1, 1))
 
 
+class Counted(Program):
+    """A counter that becomes a fraction: a checkpoint would round it."""
+
+    refused = "count"
+
+    def net(self):
+        def forward(net, x):
+            if net.training:
+                net.count = net.count + 0.5
+            return net.head(x) / net.count
+
+        return Part(forward, head=nn.Linear(6, 3), count=torch.tensor(1))
+
+
 class Annealed(Program):
     """A buffer that the loop changes after a step."""
 
@@ -649,18 +663,23 @@ class Observed(Program):
 
     draws = True
     flags = {"virtual_ranks": 4}
+    begin = torch.inf
 
     def net(self):
         def forward(net, x):
             top = x.abs().amax()
             if net.training:
-                net.top = torch.where(net.top.isinf(), top, net.top.lerp(top, 0.1))
+                net.top = torch.where(net.top.isfinite(), net.top.lerp(top, 0.1), top)
             return net.head(x / net.top)
 
-        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(torch.inf))
+        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(self.begin))
 
     def scores(self, out, y):
         return {"loss": super().scores(out, y)["loss"]}
+
+
+class ObservedFromNan(Observed):
+    begin = torch.nan
 
 
 class Teacher(Program):
