@@ -123,7 +123,7 @@ class Elastic:
         self.run = Run(opts, self.sets)
         self.world = self.run.world
         check_net(self.net, opts.model)
-        if not self.net.training:
+        if not any(module.training for module in self.net.modules()):
             self.net.train()  # others' loaders return a net in evaluation mode
         prepare(self.net, opts, self.world, self.run.data, find_task(opts))
         self.wrapped = distribute(self.net, opts, self.world)  # rank 0's weights: a script may not seed

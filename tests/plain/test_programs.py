@@ -89,6 +89,18 @@ class FrozenNorm(Program):
         return nn.Sequential(backbone.eval().requires_grad_(False), nn.Linear(8, 3))
 
 
+class HeadTrains(Program):
+    """A net in evaluation mode, of which a part is put into training mode."""
+
+    doors = "loop"
+    lives = ((2, 0),)
+
+    def net(self):
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3)).eval()
+        net[2].train()
+        return net
+
+
 class Lazy(Program):
     doors = "script"
 
