@@ -123,7 +123,7 @@ class Elastic:
         self.run = Run(opts, self.sets)
         self.world = self.run.world
         check_net(self.net, opts.model)
-        if not self.net.training:
+        if not any(module.training for module in self.net.modules()):
             self.net.train()  # others' loaders return a net in evaluation mode
         prepare(self.net, opts, self.world, self.run.data, find_task(opts))
         self.wrapped = distribute(self.net, opts, self.world)  # rank 0's weights: a script may not seed
@@ -228,7 +228,8 @@ class Elastic:
         if self.kept:  # in a batch that is only there for a report
             return state.statistics.reset()
         self._check_step()
-        state.task.check_sum(loss)
+        weights = [p for p in state.names if p.requires_grad]
+        loss = state.task.minimised({"loss": (loss, count)}, weights)  # a share may have nothing to learn
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().to(counted), counted])
         counts = bool(gradient.ids)

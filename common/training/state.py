@@ -227,7 +227,7 @@ class TrainState:
         with self.changing():
             self.own = self.own or own
             for p, name in self.names.items():
-                p.copy_(weights[name])
+                p.data.copy_(weights[name])  # not counted as a change: the same weights come back
             self.own = own
 
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----

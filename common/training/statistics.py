@@ -63,8 +63,9 @@ class Statistics:
         """How a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
         base = self._flat(self.committed.values())
         new = self._flat(self._live())
-        # equal values did not change; infinity less infinity is nan; a change from infinity counts from 0
-        moved = (new - base.masked_fill(base.isinf(), 0.0)).masked_fill_(new == base, 0.0).to(kind)
+        # equal values did not change; a change from infinity or nan, whose differences are nan, counts from 0
+        same = (new == base) | (new.isnan() & base.isnan())
+        moved = (new - base.masked_fill(~base.isfinite(), 0.0)).masked_fill_(same, 0.0).to(kind)
         return moved.mul_(torch.where(self.means, weight, float(counts)).to(kind))
 
     @torch.no_grad()
@@ -82,18 +83,21 @@ class Statistics:
                 "right for a running mean, not for a sum or a table: count these in a --task"
             )
         base = self._flat(self.committed.values())
-        base.masked_fill_(base.isinf() & (moved != 0), 0.0).add_(moved)
+        base.masked_fill_(~base.isfinite() & (moved != 0), 0.0).add_(moved)
         self.flat.copy_(base)
         _copy(_numbers(self._live()), self.views)
 
     def _live(self):
         live = []
         for (owner, name), (path, committed) in zip(self.places, self.committed.items(), strict=True):
-            live.append(owner[name])
-            if owner[name].shape != committed.shape:
+            now = owner[name]
+            live.append(now)
+            holds = torch.promote_types(now.dtype, committed.dtype) == committed.dtype
+            if now.shape != committed.shape or not holds:
                 raise UserError(
-                    f"buffer {path} is now {tuple(owner[name].shape)}, it was {tuple(committed.shape)}\n"
-                    "a buffer keeps its shape: hold what follows the batch in a plain attribute"
+                    f"buffer {path} is now {now.dtype} {tuple(now.shape)}, "
+                    f"it was {committed.dtype} {tuple(committed.shape)}\n"
+                    "a buffer keeps its type and shape: hold what follows the batch in a plain attribute"
                 )
         return live
 

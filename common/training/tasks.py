@@ -134,7 +134,7 @@ class Task:
             return loss
         if count:
             raise UserError(
-                f"--task {self.spec}: the loss has no gradient, but counts {float(count):g}\n"
+                f"the loss has no gradient, but counts {float(count):g}\n"
                 "return the sum as torch computed it: without .item(), .detach() or no_grad"
             )
         return nothing(tensors)

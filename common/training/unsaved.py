@@ -22,7 +22,7 @@ class FirstForward:
 
     def __init__(self, tensors):
         self.tensors = tensors  # a function
-        self.marks = None  # {name: fingerprint}; empty once they are compared
+        self.marks = None  # {name: (fingerprint, version)}; empty once they are compared
 
     def begin(self):
         if self.marks is None:
@@ -43,7 +43,8 @@ class FirstForward:
             )
 
     def _marks(self):
-        return {name: fingerprint_of([tensor]) for name, tensor in self.tensors().items()}
+        # Torch counts each change in place, also one that changes nothing yet, as Embedding's max_norm.
+        return {name: (fingerprint_of([t]), t._version) for name, t in self.tensors().items()}
 
 
 def warn_of_unsaved(net, optimizer):

@@ -90,6 +90,18 @@ class FrozenNorm(Program):
         return nn.Sequential(backbone.eval().requires_grad_(False), nn.Linear(8, 3))
 
 
+class HeadTrains(Program):
+    """A net in evaluation mode, of which a part is put into training mode."""
+
+    doors = "loop"
+    lives = ((2, 0),)
+
+    def net(self):
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3)).eval()
+        net[2].train()
+        return net
+
+
 class Lazy(Program):
     doors = "script"
 
@@ -112,6 +124,21 @@ class ActNorm(Program):
 
         shift = nn.Parameter(torch.zeros(6))
         return Part(forward, head=nn.Linear(6, 3), shift=shift, ready=torch.tensor(False))
+
+
+class MaxNorm(Program):
+    """Embeddings that a forward shortens once they are long: each rank those that it has seen."""
+
+    refused = "changed by a forward"
+
+    def net(self):
+        words = nn.EmbeddingBag(20, 6, max_norm=3)
+        words.weight.data.mul_(0.1)
+        return nn.Sequential(words, nn.Linear(6, 3))
+
+    def sample(self, draws):
+        words = torch.randint(20, (4,), generator=draws)
+        return words, words[0] % 3
 
 
 TINY = {
@@ -404,6 +431,20 @@ class Boxes(Program):
         return {"loss": (torch.cat(errors).abs().sum(), sum(map(len, errors)))}
 
 
+class FewBoxes(Program):
+    """Samples with nothing to learn: the loss of a share of them has no gradient."""
+
+    flags = {"micro_batch_size": 1}
+
+    def scores(self, out, y):
+        rows = [F.cross_entropy(out[i], y[i], reduction="sum") for i in y.nonzero()[:, 0]]
+        return {"loss": (sum(rows, torch.zeros(())), len(rows))}
+
+
+class FewBoxesSlices(FewBoxes):
+    flags = {"virtual_ranks": 11}
+
+
 class Column(Program):
     """Regression of [N, 1]; samples count what they weigh."""
 
@@ -579,6 +620,20 @@ class Mask(Program):
         return Part(forward, head=nn.Linear(6, 3), mask=torch.ones(1, 1))
 
 
+class Counted(Program):
+    """A counter that becomes a fraction: a checkpoint would round it."""
+
+    refused = "count"
+
+    def net(self):
+        def forward(net, x):
+            if net.training:
+                net.count = net.count + 0.5
+            return net.head(x) / net.count
+
+        return Part(forward, head=nn.Linear(6, 3), count=torch.tensor(1))
+
+
 class Annealed(Program):
     """A buffer that the loop changes after a step."""
 
@@ -614,18 +669,23 @@ class Observed(Program):
 
     draws = True
     flags = SLICES
+    begin = torch.inf
 
     def net(self):
         def forward(net, x):
             top = x.abs().amax()
             if net.training:
-                net.top = torch.where(net.top.isinf(), top, net.top.lerp(top, 0.1))
+                net.top = torch.where(net.top.isfinite(), net.top.lerp(top, 0.1), top)
             return net.head(x / net.top)
 
-        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(torch.inf))
+        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(self.begin))
 
     def scores(self, out, y):
         return {"loss": super().scores(out, y)["loss"]}
+
+
+class ObservedFromNan(Observed):
+    begin = torch.nan
 
 
 class Teacher(Program):
@@ -904,6 +964,19 @@ class MidEpoch(Program):
     def check(self, run):
         if weights_of(run, "best")[1]["step"] != 3:
             raise Wrong("step 3 is not the best")
+
+
+class EvaluatesFirst(Program):
+    """An evaluation of the averages between a forward and its step."""
+
+    doors = "loop"
+    flags = {"ema_decay": 0.9}
+    report = evaluation = Program.nothing
+
+    def step(self, run, batch):
+        loss, count = self.values(run, batch)["loss"]
+        run.evaluate(lambda batch: self.values(run, batch))
+        run.step(loss, count)
 
 
 class Collects(Program):
