@@ -64,10 +64,13 @@ def main(arguments):
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(STOPPED)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, stop)  # process 1 has no default handlers
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         SETTINGS["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGUSR1"
+    else:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, stop)  # process 1 has no default handlers
     try:
         return launch(arguments, folder)
     finally:
