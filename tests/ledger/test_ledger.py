@@ -202,6 +202,14 @@ def test_the_next_life_names_the_machine_that_died(jobs, tmp_path):
     assert "\nrank 0 on node3 ended without a word (killed, or its machine is gone)\nresuming" in said
 
 
+def test_a_damaged_line_of_the_last_life_ends_no_start_that_compares_itself_with_it(jobs, tmp_path):
+    words = [*PACED, "--run-dir", tmp_path / "run", "--lr-schedule=cosine", "--max-steps"]
+    jobs.python("train_ddp.py", *words, 2, PACE="0").ends_with(0)
+    path = tmp_path / "run/ledger.jsonl"
+    path.write_text(path.read_text().replace('"epochs"', '"epochz"'))
+    jobs.python("train_ddp.py", *words, 3, PACE="0").ends_with(0)
+
+
 def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path, capsys):
     runs = [tmp_path / name for name in ("low", "high")]
     for run, rate in zip(runs, (0.1, 0.3), strict=True):
