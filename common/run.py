@@ -134,6 +134,7 @@ class Run:
         if self.progress.next_is_logged:
             self.state.wait_for_gpu()
             totals.copy_(self.world.all_sum(totals.cpu()))
+            self.state.totals = totals
 
     def agree(self) -> None:
         """All ranks: shall we save, shall we leave, may all of us update?
@@ -223,6 +224,7 @@ class Run:
         deaths = []
         if last:
             before = last[0]  # how it began
+            epochs = before.get("epochs", opts.epochs)  # its line may be damaged
             died = deaths_of(last, over=True)
             deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
             deaths += [
@@ -243,8 +245,8 @@ class Run:
                     if death["host"] != us["host"]
                 }
                 lines = [*elsewhere.values(), *lines]
-            if self.scheduled and before["epochs"] != opts.epochs:
-                line += f"; --epochs was {before['epochs']}, now the rate's schedule is that of {opts.epochs}"
+            if self.scheduled and epochs != opts.epochs:
+                line += f"; --epochs was {epochs}, now the rate's schedule is that of {opts.epochs}"
         self.log.start([*lines, line], deaths)
         if not (self.source or "").startswith("checkpoints/"):
             saves = (named(life, "save", "rescue") for life in newest_lives(opts.run_dir))

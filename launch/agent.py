@@ -55,6 +55,7 @@ from launch.worker import work
 
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
 STOPPED = 143
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
 # comes later is taken in within seconds. The nodes' clocks must differ by less than 6 seconds, or a live node
 # counts as dead.
@@ -352,6 +353,13 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         if failed and len(self.state.participants) > self._rdzv_handler.settings.min_nodes:
             self.leave()
         return result
+
+    def _shutdown(self, *asked, **settings):
+        """Asks all to end; a signal after the one that has `asked` for it does not end the wait for saves."""
+        if asked:
+            for number in STOPS:
+                signal.signal(number, signal.SIG_IGN)
+        super()._shutdown(*asked, **settings)
 
     def leave(self):
         """The others train on: by itself torch would end the job for all machines."""

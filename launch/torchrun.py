@@ -70,10 +70,13 @@ def launch(arguments, folder):
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(STOPPED)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, stop)  # process 1 has no default handlers
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         SETTINGS["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGUSR1"
+    else:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, stop)  # process 1 has no default handlers
     for name in MEETING:
         os.environ.pop(name, None)  # of an outer job: each worker gets its own
     os.environ |= SETTINGS | os.environ  # a setting that is there stays

@@ -167,6 +167,7 @@ def sync_lines(run_dir, life):
 
 
 def delete(path):
-    shutil.rmtree(path, ignore_errors=True)  # does nothing to a file or a link
-    with suppress(OSError):
-        os.unlink(path)
+    try:
+        os.unlink(path)  # first: rmtree would open a pipe, and wait for a writer
+    except OSError:  # it is a folder, or gone
+        shutil.rmtree(path, ignore_errors=True)

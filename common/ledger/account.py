@@ -8,6 +8,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import chain
 from operator import itemgetter
@@ -61,13 +62,14 @@ def newest_lives(run_dir: Path) -> Iterator[Life]:
     Of the entries of its clock a life has the last one alone, if that is its last event.
     """
     events = []
-    for _, line in lines_back(run_dir / "ledger.jsonl"):
-        event = parse(line) if not events or CLOCK not in line else None
-        if event and _is_whole(event):
-            events.append(event)
-            if event["event"] == "life":
-                yield from _cut(reversed(events))
-                events = []
+    with suppress(OSError):  # what has its name is no file, or cannot be read: a log stops no start
+        for _, line in lines_back(run_dir / "ledger.jsonl"):
+            event = parse(line) if not events or CLOCK not in line else None
+            if event and _is_whole(event):
+                events.append(event)
+                if event["event"] == "life":
+                    yield from _cut(reversed(events))
+                    events = []
 
 
 def _is_whole(event):

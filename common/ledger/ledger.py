@@ -46,7 +46,7 @@ class Lines:
     def open(self):
         """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.fd = os.open(self.path, flags, 0o600)
         size = os.fstat(self.fd).st_size
         if size and os.pread(self.fd, 1, size - 1) != b"\n":
@@ -69,9 +69,14 @@ class Lines:
         self.fd = None
 
 
+def at_once(path, flags):
+    """Opens a file for `open`; a pipe that has its name keeps no reader waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read(path, name="event"):
     """Yield the objects of a file of JSON lines, if it is there, that have this name; no torn lines."""
-    with suppress(FileNotFoundError), open(path, "rb") as file:
+    with suppress(FileNotFoundError), open(path, "rb", opener=at_once) as file:
         yield from filter(None, (parse(line, name) for line in file))
 
 
@@ -85,11 +90,12 @@ def parse(line, name="event"):
 
 def lines_back(path):
     """Yield (its first byte, line) of a file, if it is there, the last one first; reads what is asked for."""
-    with suppress(FileNotFoundError), open(path, "rb") as file:
+    with suppress(FileNotFoundError), open(path, "rb", opener=at_once) as file:
         start = file.seek(0, os.SEEK_END)
         data = b""
         while start:
-            before = max(0, start - BLOCK_BYTES)
+            # of a line that is longer than a block as much again, or it would be copied block by block
+            before = max(0, start - max(BLOCK_BYTES, len(data)))
             file.seek(before)
             data = file.read(start - before) + data
             start = before

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 
 from common.errors import UserError
 from common.ledger import Life, named
@@ -27,7 +28,10 @@ def refuse_a_crash_loop() -> None:
     if place.notes is None:
         return
     last = range(place.restart - LIVES_IN_VAIN, place.restart)
-    if last.start >= 0 and not any((place.notes / f"opened.{life}").exists() for life in last):
+    # a cleaner of /tmp takes a life's folder before its note, some days after both were made
+    known = [place.notes / f"attempt_{life}/{place.local_rank}" for life in last]
+    opened = [place.notes / f"opened.{life}" for life in last]
+    if all(map(Path.exists, known)) and not any(map(Path.exists, opened)):
         raise UserError(
             f"{LIVES_IN_VAIN} lives in a row ended before they could train; their errors are above\n"
             "mend the cause, then start again",

@@ -163,7 +163,10 @@ class Saver:
                 # saves its parts of step N and of step N + 1, of which it has the gradient: a rank that is
                 # through has only step N + 1 left, and one that has not come has only step N. So one of the
                 # two steps gets all its parts.
+                is_logged = state.progress.next_is_logged
                 state.update(state.ready)
+                if is_logged:
+                    state.note(state.totals)  # for the next life's log
                 saved = self._write_live(why, began)
                 # the main thread must not make this step once more
                 state.spoil(UserError(f"step {state.progress.step} is made by the rescue", code=1))

@@ -263,6 +263,12 @@ def test_links_pipes_and_folders_in_place_of_files_are_not_followed_nor_waited_f
             restore(path, data)
 
 
+def test_a_pipe_in_place_of_a_checkpoint_is_deleted_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "step-00000002")
+    disk.delete(tmp_path / "step-00000002")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
     opts, root = two_checkpoints(tmp_path)
     shutil.move(root / "step-00000002", tmp_path / "elsewhere")

@@ -1,5 +1,6 @@
 """The ledger survives what kills disks, and its report adds up."""
 
+import io
 import json
 import os
 import re
@@ -179,6 +180,14 @@ def test_the_next_life_names_the_machine_that_died(jobs, tmp_path):
     assert "\nrank 0 on node3 ended without a word (killed, or its machine is gone)\nresuming" in said
 
 
+def test_a_damaged_line_of_the_last_life_ends_no_start_that_compares_itself_with_it(jobs, tmp_path):
+    words = [*PACED, "--run-dir", tmp_path / "run", "--lr-schedule=cosine", "--max-steps"]
+    jobs.python("train_ddp.py", *words, 2, PACE="0").ends_with(0)
+    path = tmp_path / "run/ledger.jsonl"
+    path.write_text(path.read_text().replace('"epochs"', '"epochz"'))
+    jobs.python("train_ddp.py", *words, 3, PACE="0").ends_with(0)
+
+
 def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path, capsys):
     runs = [tmp_path / name for name in ("low", "high")]
     for run, rate in zip(runs, (0.1, 0.3), strict=True):
@@ -219,6 +228,32 @@ def test_a_file_is_read_from_its_end_line_by_line_wherever_a_block_ends(tmp_path
         lines = data.split(b"\n")
         assert [line for _, line in lines_back(path)] == lines[::-1]
         assert all(data[at : at + len(line)] == line for at, line in lines_back(path))
+
+
+def test_a_line_longer_than_many_blocks_is_not_read_block_by_block(tmp_path, monkeypatch):
+    reads = []
+
+    class Counted(io.FileIO):
+        def read(self, size):
+            reads.append(size)
+            return super().read(size)
+
+    monkeypatch.setattr(
+        "common.ledger.ledger.open", lambda path, mode, **how: Counted(path, **how), raising=False
+    )
+    path = tmp_path / "lines"
+    path.write_bytes(b"a\n" + bytes(100 << 16) + b"\nb")
+    assert [line[:1] for _, line in lines_back(path)] == [b"b", b"\0", b"a"] and len(reads) < 20
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)])
+def test_what_is_no_file_keeps_no_start_and_no_step_waiting_and_ends_none(tmp_path, plant):
+    plant(tmp_path / "ledger.jsonl")
+    assert [*newest_lives(tmp_path)] == [] and main([str(tmp_path)]) == 2
+    ledger = Ledger(tmp_path)
+    for step in range(2000):  # more than a pipe takes
+        ledger.event("save", step=step)
+    ledger.lines.close()
 
 
 def test_a_start_reads_the_last_lives_of_a_ledger_and_not_the_clock_of_months(tmp_path, monkeypatch):

@@ -58,13 +58,27 @@ def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(
 
 
 @pytest.mark.parametrize(
-    "opened, restart, ends",
-    [(None, 2, False), (None, 3, True), (1, 4, False), (1, 5, True), (4, 5, False), (9, 11, False)],
+    "opened, restart, cleaned, ends",
+    [
+        (None, 2, 0, False),
+        (None, 3, 0, True),
+        (1, 4, 0, False),
+        (1, 5, 0, True),
+        (4, 5, 0, False),
+        (9, 11, 0, False),
+        (None, 5, 2, True),
+        (None, 5, 3, False),
+    ],
 )
 def test_lives_that_end_before_they_train_end_the_job_with_5_too(
-    tmp_path, monkeypatch, opened, restart, ends
+    tmp_path, monkeypatch, opened, restart, cleaned, ends
 ):
-    """A step is not needed: what fails is the net, the data or the load."""
+    """A step is not needed: what fails is the net, the data or the load.
+
+    A cleaner of /tmp has taken what lives before `cleaned` had there.
+    """
+    for life in range(cleaned, restart):
+        (tmp_path / f"attempt_{life}/0").mkdir(parents=True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/attempt_{restart}/0/error.json")
     if opened is not None:

@@ -2,8 +2,10 @@
 that come to nothing.
 """
 
+import os
 import re
 import signal
+import tempfile
 import time
 
 import pytest
@@ -112,6 +114,36 @@ def test_a_stop_before_the_first_step_leaves_143_too(jobs, run):
     job = warm(jobs, *PACED, "--run-dir", run)
     until(lambda: any(map(children, children(job.pid))), "a worker")
     job.kill(signal.SIGTERM)
+    job.ends_with(143)
+
+
+@pytest.mark.skipif(NOHUP, reason="a hang-up is ignored")
+def test_a_terminal_that_closes_while_the_launcher_imports_leaves_143_and_no_folder(jobs, tmp_path):
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # a longer name is not taken
+        job = jobs.start(TORCHRUN, ROOT / "train_ddp.py", *PACED, cold=True, TMPDIR=place)
+        until(lambda: "starting" in job.output, "the launcher")
+        assert any(name.startswith("torchelastic_") for name in os.listdir(place))
+        job.kill(signal.SIGHUP)
+        job.ends_with(143)
+        assert not any(name.startswith("torchelastic_") for name in os.listdir(place))
+
+
+def test_no_number_of_signals_ends_the_wait_for_a_save(jobs, tmp_path):
+    saves = script(
+        tmp_path,
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "begun, saved = map(pathlib.Path, sys.argv[1:])\n"
+        "begun.touch()\nwhile not saved.exists(): time.sleep(0.01)\n"
+        "sys.exit(143)\n",
+    )
+    job = jobs.start(TORCHRUN, saves, tmp_path / "begun", tmp_path / "saved")
+    until((tmp_path / "begun").exists, "the script")
+    for _ in range(6):
+        job.kill(signal.SIGTERM)
+        time.sleep(0.3)  # each is heard by itself
+    assert job.poll() is None
+    (tmp_path / "saved").touch()
     job.ends_with(143)
 
 
