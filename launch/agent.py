@@ -50,12 +50,11 @@ from torch.distributed.run import config_from_args, get_args_parser
 from common.errors import UserError, may_pass, one_line, say
 from common.ledger import Ledger
 from common.options import Options
-from common.place import SURVIVORS, in_words
+from common.place import STOP, SURVIVORS, in_words
 from launch.worker import work
 
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
 STOPPED = 143
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
 # comes later is taken in within seconds. The nodes' clocks must differ by less than 6 seconds, or a live node
 # counts as dead.
@@ -357,7 +356,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     def _shutdown(self, *asked, **settings):
         """Asks all to end; a signal after the one that has `asked` for it does not end the wait for saves."""
         if asked:
-            for number in STOPS:
+            for number in STOP:
                 signal.signal(number, signal.SIG_IGN)
         super()._shutdown(*asked, **settings)
 
@@ -494,8 +493,9 @@ def address_towards(endpoint):
             return None
     with suppress(OSError, ValueError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port) % 65536))  # sends nothing
-        address = probe.getsockname()[0]
-        return None if address.startswith("127.") else address
+        address, _ = probe.getsockname()
+        if not address.startswith("127."):
+            return address
 
 
 def serve(arguments: list[str], folder: str, options: Options | None) -> int:

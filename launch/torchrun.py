@@ -18,7 +18,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -40,7 +39,7 @@ SETTINGS = {
     # A process that is told to end has so long to save; torch's own 30 seconds kill large saves.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
     "PET_MASTER_PORT": "29500",
-    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGUSR1",
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1",
     "PET_MONITOR_INTERVAL": "0.02",
     "PYTHONUNBUFFERED": "1",
     # torch's stores ask for the name of each process that connects, 10 seconds where the name server is away
@@ -70,13 +69,10 @@ def launch(arguments, folder):
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(STOPPED)
 
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
-        SETTINGS["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGUSR1"
-    else:
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        signal.signal(number, stop)  # process 1 has no default handlers
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        SETTINGS["PET_SIGNALS_TO_HANDLE"] += ",SIGHUP"
+    for name in SETTINGS["PET_SIGNALS_TO_HANDLE"].split(","):
+        signal.signal(signal.Signals[name], stop)  # process 1 has no default handlers
     for name in MEETING:
         os.environ.pop(name, None)  # of an outer job: each worker gets its own
     os.environ |= SETTINGS | os.environ  # a setting that is there stays
@@ -138,11 +134,10 @@ def line_if_complete(options):
 
     Reads the ledger's last life alone: a long run has thousands.
     """
-    with suppress(OSError):
-        if named(next(newest_lives(options.run_dir), []), "done"):
-            from common.run import complete  # imports torch
+    if named(next(newest_lives(options.run_dir), []), "done"):
+        from common.run import complete  # imports torch
 
-            return complete(options)
+        return complete(options)
     return ""
 
 
@@ -151,10 +146,12 @@ def start_importing(script, options, folder):
     tempfile.tempdir = folder  # of multiprocessing, which would leave its own behind
     places = f"{script.resolve().parent}:{ROOT}"
     inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{places}:{inherited}" if inherited else places
-    os.environ["LAUNCHER_PID"] = str(os.getpid())
     training = [script.stem, options.to_json()] if options else ["common.elastic", {}]
-    os.environ["LAUNCH_PRELOAD"] = json.dumps(training)
+    os.environ |= {
+        "PYTHONPATH": f"{places}:{inherited}" if inherited else places,
+        "LAUNCHER_PID": str(os.getpid()),
+        "LAUNCH_PRELOAD": json.dumps(training),
+    }
     multiprocessing.set_forkserver_preload(["launch.worker"])
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which tells the others
     forkserver.ensure_running()

@@ -14,14 +14,12 @@ import signal
 import time
 from contextlib import suppress
 
-from common.place import here, this_process
+from common.place import STOP, here, this_process
 from common.rescue.alarm import Alarm
 from common.rescue.hang import Hang
 from common.rescue.lifelines import Lifelines
 from common.world import gather
 
-# signals that ask a rank to stop; USR1: Slurm's early warning; HUP: the terminal is gone
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STEP_SECONDS = 10.0  # for a signalled main thread to end its step; plain torchrun kills after 30
 LOOK_SECONDS = 1.0
 LOCKED_SECONDS = 86_400.0  # without any Python thread: then faulthandler ends this process, stopped or not
