@@ -208,7 +208,6 @@ class Elastic:
         is_whole = self.trained and self.gradient.is_last  # the script may leave its loop between two pieces
         if is_whole:
             self.state.statistics.average(self.world, len(batch.ids) / batch.size)
-            self.state.wait_for_gpu()
             with self.state.changing():
                 self.state.statistics.commit()
 
