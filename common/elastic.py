@@ -176,7 +176,7 @@ class Elastic:
         """
         gradient = self.gradient = Gradient(self.wrapped, batch, self.state, self.world)
         # others are skipped (bad_samples)
-        readable = [(number, ids, samples) for number, ids, samples in gradient.parts if samples is not None]
+        readable = [part for part in gradient.parts if part[-1] is not None]
         gradient.parts = readable or [(self.world.rank, [], self.run.data.train.example())]
         for samples in gradient.pieces():
             self.called = False  # run.model, with this piece

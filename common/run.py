@@ -316,7 +316,7 @@ def complete(opts: Options) -> str:
             return ""
         last = next(newest_lives(opts.run_dir))
         # without "done" an evaluation may be saved, and not written down
-        ended_well = any(event["event"] == "done" and event["step"] == step for event in last)
+        ended_well = any(event["step"] == step for event in named(last, "done"))
         same = not opts.compare(read_options(opts.run_dir))
         if ended_well and same and describe(step, folder)[0]:
             return f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole"
