@@ -176,7 +176,7 @@ class Elastic:
         """
         gradient = self.gradient = Gradient(self.wrapped, batch, self.state, self.world)
         # others are skipped (bad_samples)
-        readable = [(number, ids, samples) for number, ids, samples in gradient.parts if samples is not None]
+        readable = [part for part in gradient.parts if part[-1] is not None]
         gradient.parts = readable or [(self.world.rank, [], self.run.data.train.example())]
         for samples in gradient.pieces():
             self.called = False  # run.model, with this piece
@@ -208,7 +208,6 @@ class Elastic:
         is_whole = self.trained and self.gradient.is_last  # the script may leave its loop between two pieces
         if is_whole:
             self.state.statistics.average(self.world, len(batch.ids) / batch.size)
-            self.state.wait_for_gpu()
             with self.state.changing():
                 self.state.statistics.commit()
 

@@ -126,25 +126,28 @@ def _verify(args, flags):
             rows = [json.loads(line) for line in open(again / "metrics.jsonl")]
             new_digest, new_position, _ = end_of(again, end)
             first = _first_difference(run, again)
-        result = "same"
         if new_digest != digest:
             result = "differs" + (f", from step {first} at the latest" if first else "")
         elif new_position != position:
             result = "differs in its position"
-        elif best != best_before:
-            numbers = [
-                {*row.values()}
-                for row in rows
-                if row["step"] == best["step"] and {*best} & {*row} - {"loss", "step"}
-            ]
-            if not numbers:  # a start has ended there, in mid-epoch
-                result = f"same, but nothing proves its best evaluation, of step {best['step']}"
-            elif not {*best.values()} <= numbers[0]:
-                result = "differs in its best evaluation"
+        elif best == best_before:
+            result = "same"
+        else:
+            result = _proof_of(best, rows)
         wrong += not result.startswith("same")
         say(f"steps {begin} to {end}: {result}")
     say(f"{len(segments) - wrong} of {len(segments)} segments are the same")
     return int(wrong > 0)
+
+
+def _proof_of(best, rows):
+    """Whether the rows of the new metrics.jsonl have this best evaluation, in words."""
+    for row in rows:
+        is_evaluation = {*best} & {*row} - {"loss", "step"}
+        if is_evaluation and row["step"] == best["step"]:
+            return "same" if {*best.values()} <= {*row.values()} else "differs in its best evaluation"
+    # a start has ended there, in mid-epoch
+    return f"same, but nothing proves its best evaluation, of step {best['step']}"
 
 
 def _chosen(args):

@@ -215,46 +215,36 @@ class Run:
     def _introduce(self, last):
         """Prints how this life begins; one line if nothing has changed since `last`, the life before."""
         opts = self.opts
-        lines = self._header()
-        if self.scheduled and self.progress.total_steps < opts.epochs * self.progress.steps_per_epoch:
-            lines.append(
-                f"the rate's schedule is that of {opts.epochs} epochs, --max-steps ends before it does"
-            )
+        size = self.world.size
+        before = last[0] if last else {}  # how it began
+        died = deaths_of(last, over=True) if last else []
+        us = this_process()
+        is_restart = before.get("job") == us["job"]
+        lines = [] if is_restart and before["world"] == size else self._header()
         line = self._resumption()
-        deaths = []
-        if last:
-            before = last[0]  # how it began
-            epochs = before.get("epochs", opts.epochs)  # its line may be damaged
-            died = deaths_of(last, over=True)
-            deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
-            deaths += [
-                f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")
-            ]
-            us = this_process()
-            if before.get("job") == us["job"]:
-                size = self.world.size
-                moments = [event["stepped"] for event in named(last, "left")]
-                seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
-                line += f", after {seconds:.1f} s with {size} process{'es' * (size > 1)}"
-                if before["world"] == size:
-                    lines = []
-                # survivors there have told of a death on their own machine; one line a machine
-                elsewhere = {
-                    death["host"]: f"rank {death['rank']} on {death['host']} {death['cause']}"
-                    for death in died
-                    if death["host"] != us["host"]
-                }
-                lines = [*elsewhere.values(), *lines]
-            if self.scheduled and epochs != opts.epochs:
-                line += f"; --epochs was {epochs}, now the rate's schedule is that of {opts.epochs}"
+        if is_restart:
+            # survivors there have told of a death on their own machine; one line a machine
+            elsewhere = {
+                death["host"]: f"rank {death['rank']} on {death['host']} {death['cause']}"
+                for death in died
+                if death["host"] != us["host"]
+            }
+            lines = [*elsewhere.values(), *lines]
+            moments = [event["stepped"] for event in named(last, "left")]
+            seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
+            line += f", after {seconds:.1f} s with {size} process{'es' * (size > 1)}"
+        if self.scheduled and before.get("epochs", opts.epochs) != opts.epochs:  # its line may be damaged
+            line += f"; --epochs was {before['epochs']}, now the rate's schedule is that of {opts.epochs}"
+        deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
+        deaths += [f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")]
         self.log.start([*lines, line], deaths)
         if not (self.source or "").startswith("checkpoints/"):
-            saves = (named(life, "save", "rescue") for life in newest_lives(opts.run_dir))
-            saved = next(filter(None, saves), None)
+            lives = newest_lives(opts.run_dir)
+            saved = [event["step"] for life in lives for event in named(life, "save", "rescue")]
             if saved:  # a disk is not mounted, say
-                step = saved[-1]["step"]
                 self.log.note(
-                    f"{opts.run_dir}: step {step} was saved, but no checkpoint is left; training begins again"
+                    f"{opts.run_dir}: step {max(saved)} was saved, but no checkpoint is left; "
+                    "training begins again"
                 )
 
     def _header(self):
@@ -266,7 +256,7 @@ class Run:
         parameters = stages.parameters_of if stages else [p.numel() for p in self.state.net.parameters()]
         count = opts.virtual_ranks or world.replicas
         shares = "slice" if opts.virtual_ranks else "share"
-        return [
+        lines = [
             f"run {opts.run_dir}   world {world.size}   life {world.life}",
             f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process",
             f"model {opts.model}: {sum(parameters):,} parameters   "
@@ -275,6 +265,11 @@ class Run:
             f"{-(-opts.global_batch_size // count)} or less   "
             f"{self.progress.steps_per_epoch:,} steps an epoch, {self.progress.total_steps:,} in all",
         ]
+        if self.scheduled and self.progress.total_steps < opts.epochs * self.progress.steps_per_epoch:
+            lines.append(
+                f"the rate's schedule is that of {opts.epochs} epochs, --max-steps ends before it does"
+            )
+        return lines
 
     def _resumption(self):
         """Where this life begins."""
@@ -324,7 +319,7 @@ def complete(opts: Options) -> str:
             return ""
         last = next(newest_lives(opts.run_dir))
         # without "done" an evaluation may be saved, and not written down
-        ended_well = any(event["event"] == "done" and event["step"] == step for event in last)
+        ended_well = any(event["step"] == step for event in named(last, "done"))
         same = not opts.compare(read_options(opts.run_dir))
         if ended_well and same and describe(step, folder)[0]:
             return f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole"

@@ -59,6 +59,8 @@ def preload(opts: Options) -> None:
     torch.set_num_threads(1)
     PRELOADED[DECIDING(opts)] = load_data(opts)
     torch.set_num_threads(threads)
+    # a fork makes torch's pool of threads anew, without a lock: two threads that begin with it would abort
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
 class Batch(NamedTuple):

@@ -104,7 +104,9 @@ class Pipeline(nn.Module):
                     net._modules[name] = nn.Identity()
         mine = set(net.parameters())
         self.places = [i for i, p in enumerate(weights) if p in mine]  # in the whole net
-        self.arriving = {}  # {(micro batch, forward?): a function that waits for its tensor}
+        # functions that wait for what other stages have sent, in the order of the micro batches
+        self.inputs = []
+        self.gradients = []
         self.transfer = Ranks(world, shapes, self.stages[0].generator)
 
     # ---- evaluation ----
@@ -114,12 +116,13 @@ class Pipeline(nn.Module):
         places = {}  # by kind of device: its stages draw as one generator would
         for before, stage in itertools.pairwise(self.stages):
             places[before.device.type] = before.generator.get_state()
-            stage.generator.set_state(places.get(stage.device.type, stage.generator.get_state()))
+            if stage.device.type in places:
+                stage.generator.set_state(places[stage.device.type])
             x = stage(x.to(stage.device))
         return x.to(self.world.device) if self.parts > 1 else x
 
     def score(self, samples, state):
-        """What the task returns of a block; None on a rank that does not hold the last stage."""
+        """What the task returns of a block, on the ranks of the last stage."""
         if self.world.stages == 1:
             return state.task(self, samples, state)
         x = state.task.input_of(samples)
@@ -129,7 +132,7 @@ class Pipeline(nn.Module):
         if self.is_last:
             return state.task.answered(y, samples, state)
         self.transfer.move(give=(self.world.stage + 1, y))
-        return self.transfer.drain()
+        self.transfer.drain()
 
     # ---- training ----
     def backward(self, batch, state):
@@ -143,8 +146,7 @@ class Pipeline(nn.Module):
         slices = self.tree.own if self.tree else range(len(batch.parts))
         for number, (ids, samples) in zip(slices, batch.parts, strict=True):
             if ids or self.opts.shard:  # the other shards cannot gather their weights without this rank
-                k = len(sizes)
-                passages[k] = self.passage(k, number, ids, samples, batch.size, totals, state)
+                passages[len(sizes)] = self.passage(number, ids, samples, batch.size, totals, state)
                 sizes.append(len(ids or self.example))
         if self.tree:
             self.tree.begin(state)
@@ -170,14 +172,14 @@ class Pipeline(nn.Module):
                         give = to, tensor
                 elif to == self.world.stage:
                     take = stage, sizes[k]
-                    taken = k, is_forward
+                    arriving = self.inputs if is_forward else self.gradients
             received = self.transfer.move(give, take)
             if take:
-                self.arriving[taken] = received
+                arriving.append(received)
         self.transfer.drain()
 
-    def passage(self, k, number, ids, samples, size, totals, state):
-        """Micro batch k on its way through this rank's stage, in two steps: forward, and later back.
+    def passage(self, number, ids, samples, size, totals, state):
+        """A micro batch on its way through this rank's stage, in two steps: forward, and later back.
 
         The first one yields the output for the next stage, the second one the gradient for the stage before.
         With --virtual-ranks a micro batch is a slice, and gets the bits that an uncut net would give.
@@ -195,7 +197,7 @@ class Pipeline(nn.Module):
         sums = state.task.zeros(self.world.device)
         with nullcontext() if ids else _unchanged(self.net):
             if self.parts > 1:  # otherwise the task calls the stage
-                x = state.task.input_of(samples) if self.is_first else self.arriving.pop((k, True))()
+                x = state.task.input_of(samples) if self.is_first else self.inputs.pop(0)()
                 x, y = self.through_the_stage(x)
             if self.is_last:
                 y = state.scaler.scale(self.loss(y, samples, sums, state) * bool(ids) / size)
@@ -204,7 +206,7 @@ class Pipeline(nn.Module):
         tail = tree.measured(number, len(ids) / size, sums) if tree else None
         yield y.detach()
 
-        gradient = None if self.is_last else self.arriving.pop((k, False))()
+        gradient = None if self.is_last else self.gradients.pop(0)()
         if tree:
             tree.backward(number, tail, y, gradient)
         elif y.requires_grad:

@@ -5,7 +5,6 @@ bits. The state of the random generator travels too: a cut net draws what the wh
 """
 
 import functools
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -47,45 +46,48 @@ class Ranks:
         self.sent = []  # each keeps its tensor alive
 
     def move(self, give=None, take=None):
-        """A function that waits for the tensor taken; it also sets the generator to the giver's state.
+        """Begins to send and to receive; returns a function that waits for the tensor taken.
 
-        `give` is (to stage, tensor), `take` is (from stage, samples). NCCL needs both in one group: then no
-        rank waits in a group for one that waits in another.
+        It also sets the generator to the giver's state. `give` is (to stage, tensor), `take` is (from stage,
+        samples). NCCL needs both in one group: then no rank waits in a group for one that waits in another.
         """
-        group = self.world.stage_group
         here = self.world.stage
-        operations = []
+        parcels = []
         if give:
             to, tensor = give
             self._check(tensor, self.shapes[min(here, to)])
             if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # it has holes
                 tensor = tensor.contiguous()
-            flat = tensor.as_strided((tensor.numel(),), (1,))
-            operations.append(dist.P2POp(dist.isend, flat, group=group, group_peer=to))
-            note = torch.cat([torch.tensor(tensor.stride()).view(torch.uint8), self.generator.get_state()])
-            self.sent.append(dist.isend(note, group=group, group_dst=to, tag=NOTE_TAG))
+            parcels.append(self._parcel(dist.isend, to, tensor))
         if take:
             source, samples = take
             shape, dtype = self.shapes[min(here, source)]
-            flat = torch.empty(samples * prod(shape), dtype=dtype, device=self.world.device)
-            operations.append(dist.P2POp(dist.irecv, flat, group=group, group_peer=source))
-            note = torch.empty(8 + 8 * len(shape) + len(self.generator.get_state()), dtype=torch.uint8)
-            noted = dist.irecv(note, group=group, group_src=source, tag=NOTE_TAG)
-        works = dist.batch_isend_irecv(operations) if operations else []  # NCCL has one for both
+            room = torch.empty(samples, *shape, dtype=dtype, device=self.world.device)
+            parcels.append(self._parcel(dist.irecv, source, room))
+        works = [dist.batch_isend_irecv([*operations]) for operations in zip(*parcels, strict=True)]
         if give:
-            self.sent.append(works[0])
+            self.sent += [first for first, *_ in works]
         self.drain(KEPT_TICKS * self.world.stages)
         if not take:
             return None
-        return functools.partial(self._receive, flat.view(samples, *shape), note, noted, works[-1])
+        note, _ = parcels[-1]
+        return functools.partial(self._receive, room, note.tensor, *[last for *_, last in works])
+
+    def _parcel(self, act, stage, tensor):
+        """Of a tensor its note and its numbers, to be sent or received."""
+        strides = torch.tensor(tensor.stride()).view(torch.uint8)
+        note = torch.cat([strides, self.generator.get_state()])
+        numbers = tensor.as_strided((tensor.numel(),), (1,))
+        operation = functools.partial(dist.P2POp, act, group=self.world.stage_group, group_peer=stage)
+        return operation(tensor=note, tag=NOTE_TAG), operation(tensor=numbers)
 
     def _receive(self, tensor, note, *works):
         for work in works:
             work.wait()
         wait_by_asking(mark(tensor.device))
-        strides = note[: 8 * tensor.dim()].view(torch.int64).tolist()
-        self.generator.set_state(note[8 * tensor.dim() :].clone())
-        return tensor.as_strided(tensor.shape, strides)
+        strides, state = note.tensor_split([8 * tensor.dim()])
+        self.generator.set_state(state.clone())
+        return tensor.as_strided(tensor.shape, strides.view(torch.int64).tolist())
 
     def _check(self, tensor, expected):
         if (tuple(tensor.shape[1:]), tensor.dtype) != expected:

@@ -69,8 +69,6 @@ class Slices:
             self.tensors = [*self.params, self.tail]
             self.buckets = [Bucket(members, self.world, self.count) for members in buckets_of(self.tensors)]
             self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
-        for bucket in self.buckets:
-            bucket.waiting = set()
         self.checked = checked(state.opts, state.progress.step, self.world.size)
         self.next = self.own.start
         state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
@@ -83,30 +81,30 @@ class Slices:
 
     def backward(self, v, tail, output, gradient=None):
         """The backward of slice v; slices that are left out have no samples."""
-        self._pass_to(v)
-        self._begin_slice()
-        self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
-        if output.requires_grad:
-            output.backward(gradient)
-        self._end_slice()
+        self._skip_to(v)
+        self._sum(tail, output, gradient)
 
-    def _pass_to(self, v):
+    def _skip_to(self, v):
         """Slices without samples, up to v, have their places in the sum."""
         while self.next < v:
-            self._begin_slice()
-            self._end_slice()
+            self._sum()
 
-    def _begin_slice(self):
+    def _sum(self, tail=None, output=None, gradient=None):
+        """The next slice, in the order of the tree: from its backward to its place in the sum."""
         self.carries = carries(self.next, self.own.start)
         if not self.carries:  # otherwise autograd adds to the gradients of the slice before
             for tensor in self.tensors:
                 tensor.grad = None
-        self.done = 0  # buckets
-        for bucket in self.buckets:  # members without the gradient of this slice
+        for bucket in self.buckets:
             bucket.waiting = {tensor for tensor in bucket.members if tensor.requires_grad}
-
-    def _end_slice(self):
-        self._collect(also_waiting=True)  # for what this slice does not use
+        self.filling = [*self.buckets]
+        if output is not None:
+            self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
+            if output.requires_grad:
+                output.backward(gradient)
+        for bucket in self.filling:  # with what this slice does not use
+            bucket.waiting.clear()
+        self._collect()
         if self.next == self.checked:
             self.seen = fingerprint_of(map(gradient_of, self.tensors))
         self.next += 1
@@ -123,12 +121,10 @@ class Slices:
         self._collect()
 
     @torch.no_grad()
-    def _collect(self, also_waiting=False):
-        """In one order on every rank."""
-        for bucket in self.buckets[self.done :]:
-            if bucket.waiting and not also_waiting:
-                return
-            self.done += 1
+    def _collect(self):
+        """Takes filled buckets, in one order on every rank."""
+        while self.filling and not self.filling[0].waiting:
+            bucket = self.filling.pop(0)
             bucket.collect(self.carries)
             if self.next == self.own[-1]:
                 bucket.send()
@@ -137,7 +133,7 @@ class Slices:
     @torch.no_grad()
     def finish(self, batch, state):
         """Leaves the sum of all slices in `.grad`, updates buffers; returns this rank's share of totals."""
-        self._pass_to(self.own.stop)
+        self._skip_to(self.own.stop)
         for bucket in self.buckets:
             bucket.add()
         for bucket in self.buckets:
@@ -163,6 +159,7 @@ class Bucket:
     def __init__(self, members, world, slices):
         self.members = members
         self.world = world
+        self.waiting = set()  # members without the gradient of the slice whose backward runs
         self.rows = []  # gradients of the subtrees that wait for their other halves
         self.works = []  # collectives under way
         self.rows_of, self.order = tree_of(slices, world.replicas)
@@ -200,7 +197,7 @@ class Bucket:
     def add(self):
         """Ends the tree for this rank's part, and begins to send it to all."""
         self.wait()
-        rows = [row for rows in self.received for row in rows]
+        rows = [*itertools.chain(*self.received)]
         result = self.flat[0]
         part = result[self.world.replica]
         for i, j in self.order[:-1]:

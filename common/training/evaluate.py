@@ -27,45 +27,42 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
     """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
     state.net.eval()
     task = task or state.task
-    score = state.stages.score if state.stages else partial(task, model)  # None but on the last stage
-    blocks = list(torch.arange(len(split)).split(block_size(split, state.opts)))
+    score = state.stages.score if state.stages else partial(task, model)
+    has_output = world.stage == world.stages - 1
+    blocks = torch.arange(len(split)).split(block_size(split, state.opts))
     end = len(blocks)
-    if state.opts.shard:  # all replicas run as many blocks: some one that does not count
+    if state.opts.shard:  # in a forward replicas wait for each other: all run as many, some count nothing
         end = -(-end // world.replicas) * world.replicas
     mine = range(world.replica, end, world.replicas)
-    cuts = [[blocks[number % len(blocks)].tolist()] for number in mine]
-    found = {}  # {number of a block: its sums and counts}
-    totals = None
+    cuts = ([blocks[number % len(blocks)].tolist()] for number in mine)
+    rows = {}  # {number of a block: its sums and counts}
+    totals = torch.zeros(())  # of this rank's blocks, with whole numbers
     with state.averaged():
-        for number, parts in zip(mine, loaded(split, cuts, state.opts), strict=True):
-            _, part = parts[0]
+        for number, [(_, samples)] in zip(mine, loaded(split, cuts, state.opts), strict=True):
             state.heartbeat += 1
             seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world
-            values = None
-            if part is not None:
-                values = score(placed(part, world.device, state.opts), state)
-            if values is None or number >= len(blocks):
+            if samples is None:  # they are bad
                 continue
-            if not task.names:
-                task.learn(values, world.device)
-            counted = task.add(task.zeros(world.device), values)
-            found[number] = counted[: 2 * len(task.names)].clone()
-            totals = counted if totals is None else totals.add_(counted)
+            values = score(placed(samples, world.device, state.opts), state)
+            if has_output and number < len(blocks):
+                if not task.names:
+                    task.learn(values, world.device)
+                counted = task.add(task.zeros(world.device), values)
+                rows[number] = counted[: 2 * len(task.names)].clone()
+                totals = counted + totals
     state.wait_for_gpu()  # shards and stages wait for each other in a forward
     task.agree(world)
-    pairs = 2 * len(task.names)
-    rows = torch.zeros(len(blocks), pairs, dtype=torch.float64)
-    for number, row in found.items():
-        rows[number] = row
-    totals = task.zeros("cpu") if totals is None else totals.cpu()
-    rows = world.all_sum(rows)
-    totals = world.all_sum(totals)  # whole numbers, which are the same in any order
-    totals[:pairs] = rows.cumsum(0)[-1]  # in one order
+    # whole numbers have the same sum in any order, others are added in that of the blocks
+    totals = world.all_sum(task.zeros("cpu") + totals.cpu())
+    table = torch.zeros(len(blocks), 2 * len(task.names), dtype=torch.float64)
+    for number, row in rows.items():
+        table[number] = row
+    sums = world.all_sum(table).cumsum(0)[-1]
+    totals[: len(sums)] = sums
     metrics = {f"val_{name}": value for name, value in task.metrics(totals).items()}
     if len(split) <= SHOWN_SAMPLES:
-        last = task.predictions  # of all samples, if they are one block
-        shown = last is not None and last.shape == (2, len(split)) and last.tolist()
-        for pair in filter(None, gather(world, shown)):
+        is_whole = task.predictions.shape == (2, len(split))  # the last block had all samples
+        for pair in filter(None, gather(world, is_whole and task.predictions.tolist())):
             metrics["predictions"], metrics["labels"] = pair
     return metrics
 

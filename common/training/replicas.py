@@ -29,11 +29,8 @@ def prepare(
                 f"--{flag} works on GPUs only, this process has {world.device}\n"
                 "leave it out, or make a GPU visible"
             )
-    if (
-        gpu
-        and (opts.virtual_ranks or opts.recompute)
-        and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules())
-    ):
+    has_state_of_its_own = any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules())
+    if gpu and has_state_of_its_own and (opts.virtual_ranks or opts.recompute):
         raise UserError(
             "cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
             "--virtual-ranks and --recompute would have other bits each time\n"

@@ -78,7 +78,7 @@ class TrainState:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=opts.amp == "fp16")
         self.statistics = Statistics(net)
         self.ema: dict[str, Tensor] = {}  # averaged weights by name
-        self.own: dict[str, Tensor] = {}  # the net's weights while it has the averages
+        self.own: dict[nn.Parameter, Tensor] = {}  # while the net has the averages: its own weights
         if opts.ema_decay:
             for p, name in self.names.items():
                 kind = torch.promote_types(p.dtype, torch.float32)  # in 16 bits they would stand still
@@ -116,7 +116,8 @@ class TrainState:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """What a checkpoint holds changes only in this block; call `wait_for_gpu` before it."""
+        """What a checkpoint holds changes only in such a block, and in `update`."""
+        self.wait_for_gpu()
         with self.lock:
             yield
             self.updated = mark(self.device)
@@ -141,7 +142,7 @@ class TrainState:
         rate = self.rate(self.progress.planned)
         for group in self.groups:
             group["lr"] = rate * group.get("scale", 1.0)
-        with self.changing():
+        with self.lock:  # not `changing`: a rescue would wait for a dead collective
             if self.spoiled:
                 raise self.spoiled
             try:
@@ -149,6 +150,7 @@ class TrainState:
             except BaseException:
                 self.spoil(UserError("the weights are not those of one step", code=1))
                 raise
+            self.updated = mark(self.device)
         for p in self.names:  # the optimizer need not have all of them
             p.grad = None
 
@@ -214,22 +216,20 @@ class TrainState:
         if not self.ema:
             yield
             return
-        own = {name: p.detach().clone() for p, name in self.names.items()}
-        self._fill(self.ema, own)
+        with self.changing():
+            self.own = {p: p.detach().clone() for p in self.names}
+            self._set_weights(self.ema)
         try:
             yield
         finally:
-            self._fill(own, {})
+            with self.changing():
+                self._set_weights(self.own)
+                self.own = {}
 
     @torch.no_grad()
-    def _fill(self, weights, own):
-        """Puts these weights into the net; afterwards `own` is what a checkpoint has in their place."""
-        self.wait_for_gpu()
-        with self.changing():
-            self.own = self.own or own
-            for p, name in self.names.items():
-                p.data.copy_(weights[name])  # not counted as a change: the same weights come back
-            self.own = own
+    def _set_weights(self, weights):
+        for p, weight in zip(self.names, weights.values(), strict=True):
+            p.data.copy_(weight)  # not counted as a change: the same weights come back
 
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -245,24 +245,24 @@ class TrainState:
         for named in self._named().values():
             for name, tensor in named.items():
                 if local(tensor) is not tensor:
-                    mesh = tensor.device_mesh
+                    shards = tensor.device_mesh["shard"]
                     count = len(tensor)
-                    # the first dimension of the mesh has copies, the last one shards
-                    each = -(-count // mesh.shape[-1])
-                    rows[name] = min(each * mesh.get_coordinate()[-1], count), count
+                    each = -(-count // shards.size())
+                    rows[name] = min(each * shards.get_local_rank(), count), count
         return rows
 
     def _named(self):
         committed = self.statistics.committed
         model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
         for name, p in self.net.named_parameters(remove_duplicate=False):
-            model[name] = self.own.get(self.names[p], model[name])
+            model[name] = self.own.get(p, model[name])
         optimizer = {f"{name}/ema": average for name, average in self.ema.items()}
         for i, part in enumerate(parts_of(self.optimizer)):
+            number = f"{i}." if i else ""
             for p, values in part.state.items():
                 for key, value in values.items():
                     if torch.is_tensor(value):
-                        optimizer[f"{self.names[p]}/{f'{i}.' if i else ''}{key}"] = value
+                        optimizer[f"{self.names[p]}/{number}{key}"] = value
         return {"model": model, "optimizer": optimizer}
 
     def facts(self) -> Facts:

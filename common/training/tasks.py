@@ -120,7 +120,7 @@ class Task:
         self.names = names  # of (sum, count)
         self.shapes = {}  # of the whole numbers, by name
         self.shown = [*names]  # names of the numbers that a person sees
-        self.predictions = None  # and labels, of the last block that was evaluated
+        self.predictions = torch.empty(0)  # and labels, of the last block that was evaluated
 
     def __call__(self, net, batch, state):
         with blamed(f"model {state.opts.model}"):

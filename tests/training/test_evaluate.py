@@ -5,9 +5,11 @@ import pytest
 import torch
 from fakes import fake_streams
 from ranks import fork_ranks
+from refusals import refusal
 from safetensors.torch import load_file
 from samples import state_of
 from test_rescue import a_run, step
+from test_tasks import ALONE
 from torch import nn
 
 from common.checkpoint.folder import checkpoints
@@ -15,7 +17,7 @@ from common.data.samples import TensorSamples
 from common.options import Options
 from common.training import evaluate
 from common.training.evaluate import BLOCK, block_size
-from common.training.tasks import SHOWN_SAMPLES
+from common.training.tasks import SHOWN_SAMPLES, task_of
 
 
 def split_of(n, width=5):
@@ -59,6 +61,17 @@ def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
     assert found["val_loss"] == pytest.approx(1.0986, abs=1e-3)  # all zero: log 3
     assert found["predictions"] == [0] * 9
     assert any(weight[0])
+
+
+def test_a_judge_that_returns_nothing_for_one_block_is_told_so():
+    net = nn.Linear(5, 3)
+
+    def judge(net, batch, state):
+        if len(batch[0]) == BLOCK:
+            return {"acc": (1, 1)}
+
+    with refusal("what --task judge returned"):
+        evaluate(net, split_of(BLOCK + 1), state_of(net, Options()), ALONE, task_of(judge, "judge"))
 
 
 @pytest.mark.parametrize("between", ["evaluate", "update"])
