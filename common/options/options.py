@@ -283,7 +283,7 @@ def without_folder(value):
     return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
-def with_folder(value):
+def with_folder(value: Any) -> Any:
     """Of a user's file the full name: a notebook reads the run from another folder."""
     return str(Path(value).absolute()) if isinstance(value, str) and ".py:" in value else value
 

@@ -294,3 +294,23 @@ def test_what_is_opened_before_a_fork_is_the_same_data_and_is_not_opened_again(f
         PRELOADED.clear()
     assert data.fingerprint == fresh.fingerprint and len(data.train) == len(fresh.train)
     assert all(map(torch.equal, data.train.fetch([0, 3], 1, True), fresh.train.fetch([0, 3], 1, True)))
+
+
+def test_a_fork_makes_its_threads_before_two_ask_for_them(monkeypatch):
+    """Torch makes their pool anew without a lock: ranks of stages aborted now and then."""
+    made = []
+
+    def made_in_a_fork():
+        child = os.fork()
+        if not child:
+            os._exit(len(made))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", made.append)
+        before = made_in_a_fork()
+    preload(Options(dataset="random:8x2"))
+    PRELOADED.clear()
+    made.clear()
+    monkeypatch.setattr(torch, "set_num_threads", made.append)
+    assert made_in_a_fork() == before + 1
