@@ -25,7 +25,7 @@ PRIVATE = {
         "_forward_hooks",
         "_forward_pre_hooks",
     ),
-    torch.ones(1): ("_backward_hooks",),
+    torch.ones(1): ("_backward_hooks", "_version"),
     torch: ("_foreach_add_", "_foreach_copy_", "_foreach_div_", "_foreach_lerp_", "_foreach_norm"),
     torch.amp.GradScaler: ("_found_inf_per_device",),
     nn.parallel.DistributedDataParallel: ("_check_reducer_finalized",),
