@@ -40,6 +40,7 @@ class Saver:
         self.pool = futures.ThreadPoolExecutor(1, "writer", world.use_device)
         self.job = None  # the last one of the thread
         self.saved = None  # the facts that were saved last, or are being saved
+        self.totals = torch.zeros(0)  # over all ranks, of the last step that is logged: a rescue may make it
         self.prunes = False  # with the first step, which it must not delay
         self.saved_at = time.monotonic()
         self.agreed = -1  # the newest step on which all ranks agreed; a checkpoint of it is kept
@@ -166,7 +167,7 @@ class Saver:
                 is_logged = state.progress.next_is_logged
                 state.update(state.ready)
                 if is_logged:
-                    state.note(state.totals)  # for the next life's log
+                    state.note(self.totals)  # for the next life's log
                 saved = self._write_live(why, began)
                 # the main thread must not make this step once more
                 state.spoil(UserError(f"step {state.progress.step} is made by the rescue", code=1))

@@ -86,7 +86,6 @@ class TrainState:
         self.lock = threading.RLock()
         self.updated: torch.Event | None = None  # after all that has changed weights
         self.ready = 0  # size of the batch whose gradient is finished
-        self.totals = torch.zeros(0)  # of the last step that is logged, over all ranks
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
         self.heartbeat = 0  # moves with work of any kind: if that of no rank does, the run hangs
         self.first_forward = FirstForward(lambda: self.tensors()["model"])
