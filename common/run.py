@@ -134,7 +134,6 @@ class Run:
         if self.progress.next_is_logged:
             self.state.wait_for_gpu()
             totals.copy_(self.world.all_sum(totals.cpu()))
-            self.store.saver.totals = totals
 
     def agree(self) -> None:
         """All ranks: shall we save, shall we leave, may all of us update?

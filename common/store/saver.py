@@ -40,7 +40,6 @@ class Saver:
         self.pool = futures.ThreadPoolExecutor(1, "writer", world.use_device)
         self.job = None  # the last one of the thread
         self.saved = None  # the facts that were saved last, or are being saved
-        self.totals = torch.zeros(0)  # over all ranks, of the last step that is logged: a rescue may make it
         self.prunes = False  # with the first step, which it must not delay
         self.saved_at = time.monotonic()
         self.agreed = -1  # the newest step on which all ranks agreed; a checkpoint of it is kept
@@ -164,10 +163,7 @@ class Saver:
                 # saves its parts of step N and of step N + 1, of which it has the gradient: a rank that is
                 # through has only step N + 1 left, and one that has not come has only step N. So one of the
                 # two steps gets all its parts.
-                is_logged = state.progress.next_is_logged
                 state.update(state.ready)
-                if is_logged:
-                    state.note(self.totals)  # for the next life's log
                 saved = self._write_live(why, began)
                 # the main thread must not make this step once more
                 state.spoil(UserError(f"step {state.progress.step} is made by the rescue", code=1))

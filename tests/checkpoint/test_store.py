@@ -77,17 +77,18 @@ def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path, optimizer):
         assert life.state.net.head.weight is life.state.net.embed.weight
 
 
-def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
+def test_a_rescue_saves_each_state_once_and_none_without_a_step(tmp_path):
     opts = options(tmp_path)
     with a_life(opts) as life:
-        assert life.source is None and announced_rescue(life.store)
-        assert not announced_rescue(life.store)
+        assert life.source is None and not announced_rescue(life.store)
+        at_step(life.state, 1)
+        assert announced_rescue(life.store) and not announced_rescue(life.store)
     with a_life(opts) as life:
-        before = os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino
+        before = os.stat(opts.run_dir / "checkpoints" / "step-00000001").st_ino
         life.store.save()
         life.store.saver.wait()
-        assert os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino == before
-    assert steps_of(opts) == [0]
+        assert os.stat(opts.run_dir / "checkpoints" / "step-00000001").st_ino == before
+    assert steps_of(opts) == [1]
 
 
 def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):

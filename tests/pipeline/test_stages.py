@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import CLEAN, PACED, TESTS, audit, losses
+from jobs import TESTS
 from ranks import fork_ranks
 from refusals import refusal
 from samples import ALONE, CPU, Samples, state_of
@@ -243,26 +243,3 @@ def test_shard_refuses_an_optimizer_that_may_need_a_whole_weight(name):
     net = nn.Linear(2, 2, bias=False)
     with refusal("--shard leaves a rank some rows of a weight"):
         build_optimizer(net, Options(script="mp", optimizer=name, shard=2))
-
-
-DIES = f"""
-import os, signal, sys, time
-sys.path.append("{TESTS}")
-from common.training import TrainState
-from paced import net
-def finish_gradient(self, size, real=TrainState.finish_gradient):
-    real(self, size)
-    if self.progress.step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        if os.environ["RANK"] == "3":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-TrainState.finish_gradient = finish_gradient
-"""
-
-
-def test_a_step_that_a_rescue_has_made_is_logged_too(jobs, tmp_path, run):
-    (tmp_path / "dies.py").write_text(DIES)
-    words = (*PACED, f"--model={tmp_path}/dies.py:net", "--stages=2", "--micro-batch-size=8", "--max-steps=6")
-    job = jobs.torchrun(4, "train_mp.py", *words, f"--run-dir={run}", PACE="0")
-    assert "step 4 saved by rank" in job.ends_with(0)
-    assert len(losses(run)) == 6 and audit(run) == CLEAN
