@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 MEETING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # signals that ask a process to stop; USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STOPPED = 143  # exit code of one that has obeyed
 SURVIVORS = "survivors"  # a note: those of the life before may still save
 NO_NUMBER = -1  # stands for a variable that is no whole number
 DEAD = b"ZX"  # states in /proc/PID/stat: zombie or dead

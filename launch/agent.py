@@ -50,11 +50,10 @@ from torch.distributed.run import config_from_args, get_args_parser
 from common.errors import UserError, may_pass, one_line, say
 from common.ledger import Ledger
 from common.options import Options
-from common.place import STOP, SURVIVORS, in_words
+from common.place import STOP, STOPPED, SURVIVORS, in_words
 from launch.worker import work
 
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
-STOPPED = 143
 # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
 # comes later is taken in within seconds. The nodes' clocks must differ by less than 6 seconds, or a live node
 # counts as dead.
@@ -254,7 +253,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     def _monitor_workers(self, group):
         """Restarts ranks that wait at their start for a dead machine; later they notice by themselves."""
         result = super()._monitor_workers(group)
-        if result.state == WorkerState.FAILED:
+        if result.is_failed():
             self.tell_of_the_death(result)
         if not self.meets_others:
             return result
@@ -336,9 +335,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         try:
             result = super().run(role)
         except Exception as error:
-            cause = error
-            if isinstance(error, UnboundLocalError):  # a signal has come just as torch's clock began
-                cause = error.__context__ or error
+            # that one: a signal has come just as torch's clock began
+            cause = isinstance(error, UnboundLocalError) and error.__context__ or error
             if isinstance(cause, processes_api.SignalException):  # it may have ended torch's wait for a save
                 self._shutdown(cause.sigval)
             self.leave()
@@ -513,9 +511,9 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
         Agent.facts = facts_of(options)
         if not (args.module or args.no_python or args.numa_binding or args.start_method != "forkserver"):
             local_elastic_agent.start_processes = start_forks
-            own_store = os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-            prints_here = {args.redirects, args.tee} == {"0"}
-            Forks.alone = options and config.max_nodes == 1 and own_store and prints_here
+            own_store = os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+            usual = (own_store, args.redirects, args.tee) == ("1", "0", "0")
+            Forks.alone = options and config.max_nodes == 1 and usual
             Forks.run_dir = options and options.run_dir
             words = [args.training_script, *args.training_script_args]
         return serve_config(config, command, words)

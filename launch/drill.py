@@ -53,8 +53,7 @@ def drill(args):
     run.rename(calm)
     last = 0.9 * named(lives[0], "done")[0]["step"]
     moments = sorted(random.uniform(0, last) for _ in range(args.kills + 1))
-    kills = disturb(args.command, run, moments, args.then)
-    return report(calm, run, kills, moments)
+    return report(calm, run, disturb(args.command, run, moments, args.then), moments)
 
 
 def complete(command):
@@ -119,11 +118,13 @@ def report(calm, run, kills, missing):
     weights, others = (weights_of(folder, "newest")[0] for folder in (calm, run))
     apart = max((weights[name].double() - others[name].double()).abs().max() for name in weights)
     distance = f"differ by {apart:.1e} or less" if apart else "the same bits as of the undisturbed run"
-    print(f"lives                     {len(lives)}, of {', '.join(map(str, worlds))} processes")
-    print(f"seconds to the next step  {', '.join(f'{second:.1f}' for second in seconds)}")
-    print(f"samples                   missed {counts['missed']}, repeated {counts['repeated']}")
-    print(f"steps                     lost {counts['lost']}, redone {counts['redone']}")
-    print(f"final weights             {distance}")
+    print(
+        f"lives                     {len(lives)}, of {', '.join(map(str, worlds))} processes\n"
+        f"seconds to the next step  {', '.join(f'{second:.1f}' for second in seconds)}\n"
+        f"samples                   missed {counts['missed']}, repeated {counts['repeated']}\n"
+        f"steps                     lost {counts['lost']}, redone {counts['redone']}\n"
+        f"final weights             {distance}"
+    )
     options = read_options(run)
     # a shard, a stage, or the only process: what it alone has is lost with it
     alone = options["shard"] or min(worlds) == lives[-1][0]["stages"]

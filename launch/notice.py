@@ -55,7 +55,6 @@ def azure():
     for event in events:
         if event["EventType"] in ends and name in event["Resources"]:
             return f"Azure announces a {event['EventType']} of this machine"
-    return ""
 
 
 def main():
@@ -93,14 +92,13 @@ def watch(process, file):
 
 
 def look():
-    """What the first cloud that has something to say announces, or ""."""
+    """What the first cloud that has something to say announces, or None."""
     for cloud in (aws, gcp, azure):
         # another cloud's words, or none at all
         with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):
             notice = cloud()
             if notice:
                 return notice
-    return ""
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ sys.path[:1] = [str(ROOT)]
 from common.errors import run_command, say  # noqa: E402
 from common.ledger import named, newest_lives  # noqa: E402
 from common.options import parse_options  # noqa: E402
-from common.place import MEETING  # noqa: E402
+from common.place import MEETING, STOPPED  # noqa: E402
 
 SETTINGS = {
     # Each node counts its own and other nodes' failures, and the first node to run out ends the job for all.
@@ -49,7 +49,6 @@ SETTINGS = {
     # counting GPUs must not touch CUDA in a process that forks
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-STOPPED = 143
 LONGEST_PLACE = 40  # characters; the fork server's socket lies below, and the kernel takes 107
 
 
@@ -80,11 +79,10 @@ def launch(arguments, folder):
     script = arguments[position:]
     processes, start_method = glance(arguments[:position])
     options = check_options(script, processes) if script else None
-    if options and processes:  # one machine
-        line = line_if_complete(options)
-        if line:
-            say(line)
-            return 0
+    line = options and processes and line_if_complete(options)  # on one machine
+    if line:
+        say(line)
+        return 0
     if processes != 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     if script:
@@ -130,7 +128,7 @@ def check_options(script, processes):
 
 
 def line_if_complete(options):
-    """What each process would say of a complete run; empty if there is something to train.
+    """What each process would say of a complete run; nothing if there is something to train.
 
     Reads the ledger's last life alone: a long run has thousands.
     """
@@ -138,7 +136,6 @@ def line_if_complete(options):
         from common.run import complete  # imports torch
 
         return complete(options)
-    return ""
 
 
 def start_importing(script, options, folder):
