@@ -68,7 +68,7 @@ def launch(arguments, folder):
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(STOPPED)
 
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has started this
         SETTINGS["PET_SIGNALS_TO_HANDLE"] += ",SIGHUP"
     for name in SETTINGS["PET_SIGNALS_TO_HANDLE"].split(","):
         signal.signal(signal.Signals[name], stop)  # process 1 has no default handlers

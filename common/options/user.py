@@ -69,7 +69,7 @@ def refuse_other_neighbours(path, seen):
         own = next(filter(Path.is_file, places), None)
         if not (taken and own) or name in sys.stdlib_module_names:
             continue
-        if not own.samefile(taken):
+        if own.resolve() != Path(taken).resolve():
             raise UserError(
                 f"{path} imports {name}, for which {taken} was taken\n"
                 f"to have the one beside it, rename it, or use a Python that has imported no other {name}"

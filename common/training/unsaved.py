@@ -43,8 +43,9 @@ class FirstForward:
             )
 
     def _marks(self):
-        # Torch counts each change in place, also one that changes nothing yet, as Embedding's max_norm.
-        return {name: (fingerprint_of([t]), t._version) for name, t in self.tensors().items()}
+        # torch counts each change in place, also one that has changed no value yet, as Embedding's max_norm
+        tensors = self.tensors()
+        return {name: (fingerprint_of([tensor]), tensor._version) for name, tensor in tensors.items()}
 
 
 def warn_of_unsaved(net, optimizer):
