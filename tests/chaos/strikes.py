@@ -56,7 +56,10 @@ class Strikes:
         landed = self.landed(path, count)
         return landed, landed
 
-    _lock = _point
+    def _lock(self, event):
+        """A process that is alone stays so for a day (LOCKED_SECONDS): nobody else can notice it."""
+        alone = lives(self.run)[-1]["world"] == 1
+        return (0, False) if alone else self._point(event)
 
     def landed(self, path, count):
         """How many have been struck since; the one that took the file writes its line in a moment."""
