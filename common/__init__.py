@@ -7,7 +7,7 @@ not know each other (tests/whole/test_house.py checks this).
     replay       makes segments of a run once more, and compares
 
     run          what surrounds a step, once for the three scripts and for elastic
-    pipeline     a net cut into stages, over devices or ranks; only train_mp.py comes here
+    stages       a net over several devices of one process; only train_mp.py comes here
 
     rescue       how a life begins and how it ends: signals, survivors' save, hangs
 

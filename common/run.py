@@ -72,8 +72,8 @@ class Run:
         return ElasticSampler(
             self.data.train,
             opts.global_batch_size,
-            self.world.replica,
-            self.world.replicas,
+            self.world.rank,
+            self.world.size,
             opts.seed,
             slices=opts.virtual_ranks,
         )
@@ -86,7 +86,7 @@ class Run:
         self.scheduled = more.get("schedule") or opts.lr_schedule != "constant"
         self.state = TrainState(net, optimizer, opts, len(self.data.train), **more)
         self.progress = self.state.progress
-        self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
+        self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
         self.store = CheckpointStore(opts, world, str(self.data.fingerprint))
         self.ledger = self.store.ledger
         self.source = self.store.restore(self.state)
@@ -141,7 +141,7 @@ class Run:
         Ranks that hold parts of one net ask at every step, as they save and leave at the same one; ranks that
         hold all of it ask at logged steps.
         """
-        if self.world.parts > 1 or self.progress.next_is_logged:
+        if self.progress.next_is_logged:
             self.rescue.consult()
 
     def cross_check(self, model: nn.Module) -> None:
@@ -251,9 +251,8 @@ class Run:
         opts = self.opts
         world = self.world
         data = self.data
-        stages = self.state.stages
-        parameters = stages.parameters_of if stages else [p.numel() for p in self.state.net.parameters()]
-        count = opts.virtual_ranks or world.replicas
+        parameters = [p.numel() for p in self.state.net.parameters()]
+        count = opts.virtual_ranks or world.size
         shares = "slice" if opts.virtual_ranks else "share"
         lines = [
             f"run {opts.run_dir}   world {world.size}   life {world.life}",
@@ -300,7 +299,6 @@ class Run:
             n=len(self.data.train),
             seed=self.opts.seed,
             global_batch_size=self.opts.global_batch_size,
-            stages=self.world.stages,
             epochs=self.opts.epochs,
             began=self.clock.began,
         )

@@ -126,8 +126,7 @@ def report(calm, run, kills, missing):
         f"final weights             {distance}"
     )
     options = read_options(run)
-    # a shard, a stage, or the only process: what it alone has is lost with it
-    alone = options["shard"] or min(worlds) == lives[-1][0]["stages"]
+    alone = min(worlds) == 1
     broken = {
         f"{len(missing)} faults have not struck: the run is too short": missing,
         "a step has other samples, or no notes of them": {"wrong", "unproven"} & counts.keys(),

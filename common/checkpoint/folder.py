@@ -3,7 +3,6 @@
 From the path of a run to its checkpoints, newest first:
     RUN/checkpoints/step-00001200/      model.safetensors optimizer.safetensors state.json manifest.json
                     step-00001200.1/    later facts of the same step
-                    step-00001400/      part-00001/model.safetensors ... where ranks hold parts of the net
                     damaged-step-N/     not trusted, and kept until a newer one is saved
                     .life-LIFE/         what a life has not finished yet (writer.py)
 """
@@ -15,7 +14,7 @@ from pathlib import Path
 from common.checkpoint.disk import patient
 
 FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}  # {kind of tensors: its file}
-FILE = re.compile(r"(part-[0-9]{5}/)?(model|optimizer)\.safetensors")
+FILE = re.compile(r"(model|optimizer)\.safetensors")
 STATE = "state.json"
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")
@@ -63,10 +62,6 @@ def free_number(root, step):
     """The k of a name for a checkpoint of this step that none has or had."""
     rows = [numbers_of(name.removeprefix(ASIDE)) for name in os.listdir(root)]
     return 1 + max((row[1] for row in rows if row and row[0] == step), default=-1)
-
-
-def part_name(number):
-    return f"part-{number + 1:05d}"
 
 
 def kind_of(path):

@@ -64,10 +64,10 @@ def _check_tables(files, run, state, **_):
     for path, table in files.items():
         if not FILE.fullmatch(path):
             raise Damaged(f"{MANIFEST} lists {path[:80]}")
-        for name, (dtype, shape, first, _) in table.items():
+        for name, (dtype, shape, _) in table.items():
             tensors.size_of(dtype, shape)
-            if not all(type(count) is int and count >= 0 for count in (first, *shape)):
-                raise Damaged(f"{MANIFEST}: {name[:80]} is {dtype}{shape} from row {first}")
+            if not all(type(count) is int and count >= 0 for count in shape):
+                raise Damaged(f"{MANIFEST}: {name[:80]} is {dtype}{shape}")
 
 
 @patient
@@ -109,7 +109,7 @@ class Reader:
         files = manifest["files"]
         self.layout.check(files)
         for path, table in files.items():
-            buffers = self.layout.buffers(path, table)
+            buffers = self.layout.buffers(path)
             tensors.read_file(folder / path, table, buffers, self.threads, share)
         return files, facts, sha(to_json([files, facts]))
 
@@ -120,8 +120,8 @@ class Reader:
         """
         right = True
         for path, table in files.items():
-            buffers = self.layout.buffers(path, table)
-            for name, (dtype, shape, _, stated) in table.items():
+            buffers = self.layout.buffers(path)
+            for name, (dtype, shape, stated) in table.items():
                 piece = torch.zeros(tensors.size_of(dtype, shape), dtype=torch.uint8)
                 data = memoryview(piece.numpy())
                 if folder:
@@ -129,9 +129,8 @@ class Reader:
                         tensors.read_file(folder / path, table, {name: partial(nullcontext, data)})
                 all_sum(piece)
                 right = right and sha(data) == stated  # a rank that left here would let the others hang
-                if name in buffers:
-                    with buffers[name]() as buffer:
-                        buffer[:] = data
+                with buffers[name]() as buffer:
+                    buffer[:] = data
         return right
 
 
@@ -139,9 +138,9 @@ class Reader:
 def digest_of(files):
     """One SHA-256 over all tensors, their names, types and shapes, however many files they lie in."""
     rows = sorted(
-        (path.rpartition("/")[2], name, first, dtype, shape, digest)
+        (path, name, dtype, shape, digest)
         for path, table in files.items()
-        for name, (dtype, shape, first, digest) in table.items()
+        for name, (dtype, shape, digest) in table.items()
     )
     return sha(to_json(rows))
 
@@ -203,16 +202,7 @@ def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
     """
     step, folder, _ = choose(path, which)
     manifest, facts = read_facts(step, folder)
-    found = {"model": {}, "optimizer": {}}
-    for file in sorted(manifest["files"]):  # the first part of a sharded net has the first rows
-        for name, rows in load_file(folder / file).items():
-            found[kind_of(file)].setdefault(name, []).append(rows)
-    averages = {
-        name.removesuffix(EMA): rows for name, rows in found["optimizer"].items() if name.endswith(EMA)
-    }
-    weights = {
-        name: torch.cat(rows) if len(rows) > 1 else rows[0]
-        for name, rows in (found["model"] | averages).items()
-        if name not in facts["tied"]
-    }
+    found = {kind_of(file): load_file(folder / file) for file in manifest["files"]}
+    averages = {name.removesuffix(EMA): t for name, t in found["optimizer"].items() if name.endswith(EMA)}
+    weights = {name: t for name, t in (found["model"] | averages).items() if name not in facts["tied"]}
     return weights, facts

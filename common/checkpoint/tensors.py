@@ -1,6 +1,6 @@
 """A safetensors file as its header and its tensors, one after the other, each with a hash of its own.
 
-What a file holds is one table, {name: [type, shape, first row, SHA-256]}: the manifest has it, and the header
+What a file holds is one table, {name: [type, shape, SHA-256]}: the manifest has it, and the header
 follows from it. A file with another header is refused, so no header is ever parsed. The first row is not 0
 where a tensor lies in several files (`--shard`).
 """
@@ -42,7 +42,7 @@ WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one 
 
 
 # ---- the format ---------------------------------------------------------------------------------------
-def specs_of(tensors, rows=()):
+def specs_of(tensors):
     """{name: [type, shape]} of tensors; UserError for one that cannot be saved.
 
     `rows` has {name: (first row, rows of the whole)} of those of which only some rows are here.
@@ -55,8 +55,6 @@ def specs_of(tensors, rows=()):
                 "keep such tensors out of the net's parameters and buffers (persistent=False)"
             )
         specs[name] = [NAMES[tensor.dtype], list(tensor.shape)]
-        if name in rows:
-            specs[name][1][0] = rows[name][1]
     return specs
 
 
@@ -97,7 +95,7 @@ def spread(act, count, items):
     return list(map(act, items))
 
 
-def write_file(path, tensors, rows, moved=lambda: None):
+def write_file(path, tensors, moved=lambda: None):
     """Writes and syncs a new file, out of the tensors' own memory; returns its table.
 
     `rows` has {name: (first row, rows of the whole)} of tensors of which only some rows are here.
@@ -116,8 +114,7 @@ def write_file(path, tensors, rows, moved=lambda: None):
             if at // SYNC_BYTES != (at + CHUNK_BYTES) // SYNC_BYTES:  # a slow disk's cache would fill memory
                 os.fdatasync(fd)
             moved()
-        first, _ = rows.get(name, (0, 0))
-        return [*specs[name], first, digest.hexdigest()]
+        return [*specs[name], digest.hexdigest()]
 
     with new_file(path) as fd:
         write_at(fd, header, 0)
@@ -153,7 +150,7 @@ def read_file(path, table, buffers=None, count=1, share=(0, 1)):
                     _fill(fd, chunk, at, path.name)
                     if hashes:
                         digest.update(chunk)
-                stated = table[name][3]
+                stated = table[name][2]
                 if hashes and digest.hexdigest() != stated:
                     raise Damaged(
                         f"{path.name} has sha256 {digest.hexdigest()[:12]}... in {name}, "

@@ -11,15 +11,6 @@ checkpoint before, or both, never neither:
     C  checkpoints/ synced                                    committed: only now may older ones go
     C  older ones renamed into staging, then deleted          extra files only
 No name is written twice: later facts of a step become step-N.1, and step-N goes with the older ones.
-
-Parts of a net split over ranks are written side by side into the same folder while it is still in staging,
-and the last rank to finish names it:
-    .life-L/gathered-N-STATE/part-00001/    one rank's tensors, facts and manifest
-    .life-L/gathered-N-STATE/part-00002/    another's
-    step-N/                                 the same folder, once it holds all parts and a manifest of all
-No rank waits for another, there is no lock and no collective. If two ranks write the same part, the first one
-is taken; if two see all parts, the one that renames the folder to a name of its own completes it. If a part
-never comes, the checkpoint before stays the newest.
 """
 
 import errno
@@ -35,9 +26,7 @@ from common.checkpoint.disk import (
     Damaged,
     delete,
     new_file,
-    parse_json,
     read_sealed,
-    read_small,
     refuse_long,
     sealed,
     sha,
@@ -55,7 +44,6 @@ from common.checkpoint.folder import (
     committed,
     folder_name,
     free_number,
-    part_name,
 )
 from common.checkpoint.layout import Layout, Named
 from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
@@ -122,7 +110,7 @@ class Writer:
         return False
 
     # ---- a checkpoint ----------------------------------------------------------------------------------
-    def commit(self, sources: Named, facts: dict) -> Path | None:
+    def commit(self, sources: Named, facts: dict) -> Path:
         """The folder of the new checkpoint; None if other ranks' parts of it are still missing.
 
         Raises what has failed twice, as OSError of the disk; Fenced if another life has taken over. After a
@@ -139,11 +127,11 @@ class Writer:
         try:
             os.mkdir(aside, 0o700)
             files = {
-                name: tensors.write_file(aside / name, sources[kind], self.layout.rows, self._move)
+                name: tensors.write_file(aside / name, sources[kind], self._move)
                 for kind, name in FILES.items()
             }
             self._describe(aside, files, facts)
-            return self._gather(aside, facts) if self.layout.parts > 1 else self._name(aside, step)
+            return self._name(aside, step)
         except Exception:
             delete(aside)
             self.check_staging(step)
@@ -168,8 +156,7 @@ class Writer:
 
         From there on a new life waits for it. It takes no file if the rescue is `needless`.
         """
-        name = f"{part_name(self.layout.part)}-{RESCUE}"
-        return rescuing(self.staging / name, lambda: self.moved, needless)
+        return rescuing(self.staging / RESCUE, lambda: self.moved, needless)
 
     def _aside(self, step):
         """A new folder name. A pid is not enough: ranks in two containers may have the same."""
@@ -202,43 +189,6 @@ class Writer:
         sync_folder(self.root)
         return self.root / folder_name(step, k)
 
-    # ---- parts of a net --------------------------------------------------------------------------------
-    def _gather(self, aside, facts):
-        """Adds this rank's part; names the checkpoint if it was the last one."""
-        step = facts["step"]
-        state = sha(facts_to_json(facts | {"record": None}))[:12]  # what ranks noted last may differ
-        gathered = self.staging / f"gathered-{step:08d}-{state}"
-        with suppress(FileExistsError):
-            os.mkdir(gathered, 0o700)
-        if not _rename(aside, gathered / part_name(self.layout.part)):
-            delete(aside)
-        mine = self._aside(step)
-        files = {}
-        records = []
-        names = [part_name(number) for number in range(self.layout.parts)]
-        try:
-            sync_folder(gathered)
-            for name in names:
-                os.stat(gathered / name)
-            os.rename(gathered, mine)  # of those that see all parts one has them; later ones begin anew
-            for name in names:
-                tables = read_manifest(mine / name)["files"]
-                files |= {f"{name}/{file}": table for file, table in tables.items()}
-                records.append(parse_json(read_small(mine / name / STATE), STATE)["record"])
-            record = max(records, key=lambda record: record.get("step", -1))
-            self._describe(mine, files, facts | {"record": record})
-            folder = self._name(mine, step)
-        except OSError as error:
-            with suppress(OSError):
-                os.rename(mine, gathered)
-            if not isinstance(error, FileNotFoundError):
-                raise
-            self.check_staging(step)  # a part is missing, or another rank names the checkpoint
-            return None
-        for old in self.staging.glob("gathered-*"):  # its missing part will not come any more
-            if int(old.name.split("-")[1]) < step:
-                delete(old)
-        return folder
 
     # ---- a small file ----------------------------------------------------------------------------------
     def put_sealed(self, path: Path, value: dict) -> None:

@@ -300,7 +300,7 @@ def _follow(lives, folders):
                     ids[step] = array("q")  # 8 bytes a sample
                     heappush(newest, -step)
                 ids[step].extend(note["ids"])
-        whole.update(step for step in ranks if ranks[step] >= life["world"] // life["stages"])
+        whole.update(step for step in ranks if ranks[step] >= life["world"])
         if events is not lives[-1]:
             # A process can die after its update and before its done-line, and a survivor can save that
             # update: a step that the next life resumes past was made too. Any other changed no model.

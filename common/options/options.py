@@ -149,14 +149,7 @@ class Options:
     devices: tuple = free(
         (), "the devices this process drives (default: all GPUs), as cuda:0,cuda:1", scripts="dp mp"
     )
-    stages: int = free(None, "cut the net over so many processes each; 0: all, or --devices", scripts="mp")
     balance: str = free("parameters", "where to cut: by parameters, or counts of pieces as 3,1", scripts="mp")
-    shard: int = free(
-        0, "spread each stage's weights over so many processes (FSDP); further ones hold copies", scripts="mp"
-    )
-    recompute: bool = free(
-        False, "compute activations again, not keep them; not if a net reads buffers it changes", scripts="mp"
-    )
     amp: str = fixed("off", "mixed precision", choices=("off", "bf16", "fp16"))
     compile: bool = fixed(False, "torch.compile")
     tf32: bool = fixed(
@@ -199,7 +192,6 @@ class Options:
             "task": "tokens" if words else "classify",
             "lr": RATES.get(self.optimizer, RATE),
             "momentum": 0.9 if self.optimizer == "sgd" and "momentum" not in self.optimizer_args else None,
-            "stages": 0 if self.script == "mp" else 1,
             "workers": min(4, max(1, cores)) if "workers" in flags_of_dataset(self.dataset) else 0,
         }
         for name, value in left_open.items():

@@ -11,7 +11,6 @@ from common.errors import UserError, blamed, did_you_mean
 from common.options.registry import DATASETS, NAMES, flags_of_dataset, kind_of
 
 CLASHES = (  # the first cannot take effect with the second, because ...
-    ("--shard", "--virtual-ranks", "its sums depend on the number of replicas"),
     ("--micro-batch-size", "--virtual-ranks", "a slice is one forward, so its size is already fixed"),
     ("--sync-bn", "--virtual-ranks", "statistics over all ranks would depend on their number"),
     ("--compile", "--virtual-ranks", "compiled code depends on the shapes a process saw, so on the world"),
@@ -19,7 +18,6 @@ CLASHES = (  # the first cannot take effect with the second, because ...
     ("--sync-bn", "--bad-samples", "it needs a sample in each forward of each rank"),
     ("--devices=*cuda*", "--device=cpu", "one asks for a GPU"),
     ("--devices=*cpu*", "--device=cuda", "one asks for none"),
-    ("--devices", "--stages", "it is for a single process"),
     ("--patience", "--eval-every=0", "it counts evaluations"),
     ("--lr-schedule", "--optimizer=rprop", "it looks at lr once"),
     ("--warmup-epochs", "--optimizer=rprop", "it looks at lr once"),
@@ -113,28 +111,15 @@ def check_together(opts):
 
 def check_world(opts, world):
     """UserError for flags that need another number of processes."""
-    stages = opts.stages or world
-    replicas = world // stages
     if opts.script == "dp" and world > 1:
         raise UserError(
             f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
             "use train_ddp.py with torchrun, or start train_dp.py with python"
         )
-    if world % stages:
+    if opts.virtual_ranks and world > opts.virtual_ranks:
         raise UserError(
-            f"--stages {stages}: WORLD_SIZE={world} cannot be divided into groups of {stages}\n"
-            f"start a multiple of it (torchrun --nproc_per_node={stages}), or leave out --stages"
-        )
-    if opts.devices and world > 1:
-        raise UserError(
-            "--devices is for a single process; here each process has one device\n"
-            "leave it out, or start with python"
-        )
-    if opts.virtual_ranks and replicas > opts.virtual_ranks:
-        most = opts.virtual_ranks * (world // replicas)
-        raise UserError(
-            f"WORLD_SIZE={world} makes {replicas} replicas, more than --virtual-ranks "
-            f"{opts.virtual_ranks}\nstart at most {most} processes"
+            f"WORLD_SIZE={world} is more than --virtual-ranks {opts.virtual_ranks}\n"
+            f"start at most {opts.virtual_ranks} processes"
         )
 
 

@@ -129,16 +129,14 @@ class Rescue:
     def consult(self) -> None:
         """All ranks agree whether to save, and whether to stop; call it on every rank."""
         save = self._is_wished("save") or self.store.overdue
-        wishes = torch.tensor([save, self._is_wished("stop"), bool(self.asked)]).int()
-        save, stop, signalled = self.world.all_sum(wishes).tolist()
+        wishes = torch.tensor([save, self._is_wished("stop")]).int()
+        save, stop = self.world.all_sum(wishes).tolist()
         if save:
             self.save_asked = True
             self._forget("save")
         if stop:
             self.agreed = BY_A_PERSON
             self._forget("stop")
-        elif signalled and self.world.parts > 1:
-            self.agreed = self.asked or "a signal to another rank"
 
     def _is_wished(self, name):
         """Whether a person has made this file; rank 0 alone looks."""
@@ -153,7 +151,7 @@ class Rescue:
     @property
     def leaves(self) -> bool:
         """Whether this rank leaves after this step. Ranks that save parts of one step leave together."""
-        return bool(self.agreed if self.world.parts > 1 else self.asked)
+        return bool(self.asked)
 
     def leave(self, error: BaseException | None = None, hangs: bool = False) -> None:
         """The only way out of a life that ends early, on any thread: saves the newest whole step, exits.
@@ -237,7 +235,7 @@ class Rescue:
         try:
             note.touch(exist_ok=False)
         except FileExistsError:
-            return saved.whole and self.world.parts > 1
+            return False
         except OSError:  # rank 0 has let go of the run
             return self.world.rank == 0
         return True

@@ -32,18 +32,9 @@ class Loaded(NamedTuple):
 
 
 def lay_out(state, world):
-    """(this rank's layout, whether its tensors are those of the first replica); call on every rank."""
-    tensors = state.tensors()
-    rows = state.rows()
-    specs = Layout.specs(tensors, rows)
-    # the ranks of the first replica tell what they hold
-    stages = gather(world, None if world.replica else specs)[: world.stages]
-    whole = {kind: {} for kind in specs}
-    for stage in stages:
-        for kind, own in stage.items():
-            whole[kind] |= own
-    layout = Layout(tensors, rows, whole, world.part, world.parts, writes_unsharded=world.shard == 0)
-    return layout, specs == stages[world.stage]
+    """(this rank's layout, whether its tensors are those of rank 0); call on every rank."""
+    layout = Layout(state.tensors())
+    return layout, layout.specs == gather(world, None if world.rank else layout.specs)[0]
 
 
 def load(state, world, reader, owns):
@@ -126,7 +117,7 @@ def load_newest(world, reader, choices, owns):
         folder = found.st_dev, found.st_ino
     machines = gather(world, [this_process()["machine"], world.rank - world.local_rank, folder])
     # of each rank the first one of those that share the hashing, as they read the same
-    first = [machines.index(machine) if world.parts == 1 else rank for rank, machine in enumerate(machines)]
+    first = [machines.index(machine) for machine in machines]
     share = first[: world.rank].count(first[world.rank]), first.count(first[world.rank])
     for name in newest_first(steps):
         files, facts, *own_row = _read(world, reader, own.get(name), share)
@@ -167,7 +158,7 @@ def _read(world, reader, choice, share):
         try:
             if choice:
                 files, facts, mark = reader.read(*choice, share)
-                if world.copies > 1 and world.parts == 1:
+                if world.size > 1:
                     mark += str([fingerprint_of(own.values()) for own in reader.layout.tensors.values()])
                 return files, facts, mark, ""
         except Damaged as error:

@@ -32,8 +32,7 @@ class Saver:
         self.writer = writer
         self.ledger = ledger
         self.rank = world.rank
-        written = writer.layout.written(state.tensors())
-        self.images = {kind: Image(tensors) for kind, tensors in written.items()}
+        self.images = {kind: Image(tensors) for kind, tensors in state.tensors().items()}
         # a rescue copies on a stream of its own: the usual one may stand behind a dead collective
         self.side = torch.Stream(device=state.device) if is_gpu(state.device) else nullcontext()
         # one thread for all saves: to start one makes training wait
@@ -68,7 +67,7 @@ class Saver:
         self.saved_at = time.monotonic()
         try:
             with state.lock:
-                for kind, tensors in self.writer.layout.written(state.tensors()).items():
+                for kind, tensors in self.writer.layout.checked(state.tensors()).items():
                     self.images[kind].copy(tensors)
                 facts = state.facts()
         except (OSError, MemoryError) as error:  # there is no memory for the copy
@@ -79,10 +78,10 @@ class Saver:
 
     def _write_copy(self, facts):
         try:
-            if self.write({kind: image.views for kind, image in self.images.items()}, facts):
-                self.prune(facts["step"])
-                seconds = round(time.monotonic() - self.saved_at, 3)
-                self.ledger.event("save", step=facts["step"], save_s=seconds)
+            self.write({kind: image.views for kind, image in self.images.items()}, facts)
+            self.prune(facts["step"])
+            seconds = round(time.monotonic() - self.saved_at, 3)
+            self.ledger.event("save", step=facts["step"], save_s=seconds)
             self.failures = 0
         except Exception as error:
             self._note_failure(error)
@@ -158,15 +157,6 @@ class Saver:
             self.wait(in_rescue=True)
             state.wait_for_update()
             saved = self._write_live(why, began)
-            if self.writer.layout.parts > 1 and state.ready:
-                # Ranks wait for each other before the update of step N + 1. One that leaves in this wait
-                # saves its parts of step N and of step N + 1, of which it has the gradient: a rank that is
-                # through has only step N + 1 left, and one that has not come has only step N. So one of the
-                # two steps gets all its parts.
-                state.update(state.ready)
-                saved = self._write_live(why, began)
-                # the main thread must not make this step once more
-                state.spoil(UserError(f"step {state.progress.step} is made by the rescue", code=1))
         return saved
 
     @contextmanager
@@ -193,11 +183,10 @@ class Saver:
         if not step or self.writer.holds(facts):  # without a step this is no run yet: its options may change
             return "", False
         tensors = {}
-        for kind, own in self.writer.layout.written(self.state.tensors()).items():
+        for kind, own in self.writer.layout.checked(self.state.tensors()).items():
             # with their strides: for other ones the GPU would have to load a kernel
             tensors[kind] = {name: tensor.cpu() for name, tensor in own.items()}
-        if self.write(tensors, facts) is None:
-            return f"step {step} counts if all its parts are saved, rank {self.rank} has saved one", False
+        self.write(tensors, facts)
         self.ledger.event("rescue", step=step, why=why, rescue_s=round(time.monotonic() - began, 3))
         return f"step {step} saved by rank {self.rank}", True
 

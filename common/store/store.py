@@ -8,7 +8,6 @@ What lies on the disk, and every point at which the power may fail: common/check
 """
 
 import time
-from contextlib import suppress
 from sysconfig import get_python_version
 from typing import NoReturn
 
@@ -65,7 +64,6 @@ class CheckpointStore:
         with world.all_or_none():
             if world.local_rank == 0 and world.rank:  # the first ranks of other nodes
                 self._own()
-        self.writes = world.copy == 0 if world.parts > 1 else self.owns  # while all live
         self.saver = Saver(state, self.writer, self.ledger, world)
         loaded = load(state, world, Reader(layout, world.local_size, self.writer.run), self.owns)
         for folder in loaded.skipped:
@@ -86,11 +84,6 @@ class CheckpointStore:
         try:
             if not self.fence.elect(rank):
                 return
-            if rank and self.world.parts > 1:
-                raise UserError(
-                    f"--run-dir {run_dir}: rank {rank} does not see the folder of rank 0\n"
-                    "a net in stages over machines needs one run folder that all of them share"
-                )
             identity = identify(self.opts, self.fingerprint, self.world.device, self.writer)
             self.fence.claim()
             self.writer.put_sealed(run_dir / "options.json", identity)
@@ -108,11 +101,11 @@ class CheckpointStore:
     def compare_replicas(self) -> None:
         """Compares the copies' weights; if they differ, restarts from the last step on which all agreed."""
         state = self.state
-        if self.world.copies == 1:
+        if self.world.size == 1:
             return
         step = state.progress.step
         rows = gather(self.world, [fingerprint_of(state.tensors()["model"].values()), step])
-        odd = [rank for rank, row in enumerate(rows) if row != rows[rank % self.world.parts]]
+        odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
         life_begins = self.saver.agreed < 0
         if not odd:
             # A wrong gradient of one rank goes into the sum, so replicas that all have it are equal, too.
@@ -154,9 +147,6 @@ class CheckpointStore:
         spoiled = error if isinstance(error, UserError) else UserError("the ranks' weights differ", code=1)
         self.state.spoil(spoiled)
         self.saver.wait()
-        if self.world.parts > 1:
-            with suppress(RuntimeError):  # a peer has died meanwhile
-                self.world.barrier()  # the last part of a checkpoint names it
         for step, folder in checkpoints(self.opts.run_dir):
             if self.owns and step > self.saver.agreed >= 0:
                 say(
@@ -177,19 +167,19 @@ class CheckpointStore:
 
         Parts must be saved at the same step: `Rescue.consult` tells their ranks that a clock asks for it.
         """
-        clock_asks = self.world.parts == 1 and self.overdue
+        clock_asks = self.overdue
         intervals = (self.opts.save_every, self.opts.keep_every)
         return clock_asks or any(every and self.state.progress.step % every == 0 for every in intervals)
 
     def save(self) -> None:
         """Copies the state, if this rank writes it; a thread does the rest."""
-        if self.writes and not self.opts.eval_only:
+        if self.owns and not self.opts.eval_only:
             self.saver.save()
 
     def check(self) -> None:
         """After each step: notes its digest if one is due; reports failed saves."""
         self._note_digest()
-        if self.writes:
+        if self.owns:
             self.saver.allocate()
         self.saver.report()
 

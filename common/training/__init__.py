@@ -1,7 +1,7 @@
 """One step: state, task, forward, backward, update; and evaluation."""
 
 from common.training.evaluate import evaluate
-from common.training.optimizer import build_optimizer, local
+from common.training.optimizer import build_optimizer
 from common.training.replicas import distribute, prepare
 from common.training.state import TrainState
 from common.training.step import Gradient, average, backward, odd_ranks, placed

@@ -51,7 +51,7 @@ class Slices:
         self.net = net
         self.world = world
         self.count = slices
-        self.own = share(slices, world.replica, world.replicas)
+        self.own = share(slices, world.rank, world.size)
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
         self.buckets = []
         self.seen = 0  # the bits of the slice that all ranks compute (--cross-check)
@@ -144,9 +144,9 @@ class Slices:
                 tensor.grad = None if unused else total
         self.move_buffers()
         totals = self.tail.grad[self.statistics.numel :].double()
-        end_mean(state, totals[1], batch.size, self.world.sum_over_stages)
+        end_mean(state, totals[1], batch.size, lambda total: total)
         # every replica has all totals; callers add those of the ranks
-        return totals if self.world.replica == 0 else torch.zeros_like(totals)
+        return totals if self.world.rank == 0 else torch.zeros_like(totals)
 
     def move_buffers(self):
         """By the sum of what all slices have changed."""
@@ -162,12 +162,12 @@ class Bucket:
         self.waiting = set()  # members without the gradient of the slice whose backward runs
         self.rows = []  # gradients of the subtrees that wait for their other halves
         self.works = []  # collectives under way
-        self.rows_of, self.order = tree_of(slices, world.replicas)
+        self.rows_of, self.order = tree_of(slices, world.size)
         first = members[0].detach()
         align = ALIGN_BYTES // first.element_size()
         sizes = [-(-tensor.numel() // align) * align for tensor in members]
-        part = -(-sum(sizes) // (align * world.replicas)) * align
-        self.flat = first.new_zeros(self.rows_of[world.replica], world.replicas, part)  # the rows to send
+        part = -(-sum(sizes) // (align * world.size)) * align
+        self.flat = first.new_zeros(self.rows_of[world.rank], world.size, part)  # the rows to send
         self.starts = [*itertools.accumulate(sizes[:-1], initial=0)]
         self.views = []  # parts of each row, as the members lie in memory: fused optimizers need that
         for row in self.flat:
@@ -191,7 +191,7 @@ class Bucket:
             torch._foreach_copy_(views, row)
         self.rows.clear()
         parts = self.flat.transpose(0, 1).contiguous()  # a copy only if there are several rows
-        self.received[self.world.replica] = parts[self.world.replica]
+        self.received[self.world.rank] = parts[self.world.rank]
         self._exchange(parts, self.received)
 
     def add(self):
@@ -199,24 +199,24 @@ class Bucket:
         self.wait()
         rows = [*itertools.chain(*self.received)]
         result = self.flat[0]
-        part = result[self.world.replica]
+        part = result[self.world.rank]
         for i, j in self.order[:-1]:
             rows[i] += rows[j]
         if self.order:  # else one row is the sum
             i, j = self.order[-1]
             torch.add(rows[i], rows[j], out=part)
-        if is_gpu(part.device) and self.world.replicas > 1:  # NCCL's ring crosses a network once a machine
-            self.works = [dist.all_gather_into_tensor(result, part, self.world.peers, async_op=True)]
+        if is_gpu(part.device) and self.world.size > 1:  # NCCL's ring crosses a network once a machine
+            self.works = [dist.all_gather_into_tensor(result, part, async_op=True)]
         else:
-            self._exchange([part] * self.world.replicas, result)
+            self._exchange([part] * self.world.size, result)
 
     def _exchange(self, given, taken):
         """Begins to give each replica its part; as messages, for gloo's collectives copy all of it."""
         operations = [
-            dist.P2POp(act, part, group=self.world.peers, group_peer=q)
+            dist.P2POp(act, part, peer=q)
             for act, parts in ((dist.isend, given), (dist.irecv, taken))
             for q, part in enumerate(parts)
-            if q != self.world.replica
+            if q != self.world.rank
         ]
         if operations:
             self.works = dist.batch_isend_irecv(operations)

@@ -4,7 +4,6 @@ From a test set to metrics: replicas share blocks of a fixed size; each block ha
 all ranks add the rows in one order, and divide once.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +26,9 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
     """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
     state.net.eval()
     task = task or state.task
-    score = state.stages.score if state.stages else partial(task, model)
-    has_output = world.stage == world.stages - 1
     blocks = torch.arange(len(split)).split(block_size(split, state.opts))
-    end = len(blocks)
-    if state.opts.shard:  # in a forward replicas wait for each other: all run as many, some count nothing
-        end = -(-end // world.replicas) * world.replicas
-    mine = range(world.replica, end, world.replicas)
-    cuts = ([blocks[number % len(blocks)].tolist()] for number in mine)
+    mine = range(world.rank, len(blocks), world.size)
+    cuts = ([blocks[number].tolist()] for number in mine)
     rows = {}  # {number of a block: its sums and counts}
     totals = torch.zeros(())  # of this rank's blocks, with whole numbers
     with state.averaged():
@@ -43,14 +37,12 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
             seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world
             if samples is None:  # they are bad
                 continue
-            values = score(placed(samples, world.device, state.opts), state)
-            if has_output and number < len(blocks):
-                if not task.names:
-                    task.learn(values, world.device)
-                counted = task.add(task.zeros(world.device), values)
-                rows[number] = counted[: 2 * len(task.names)].clone()
-                totals = counted + totals
-    state.wait_for_gpu()  # shards and stages wait for each other in a forward
+            values = task(model, placed(samples, world.device, state.opts), state)
+            if not task.names:
+                task.learn(values, world.device)
+            counted = task.add(task.zeros(world.device), values)
+            rows[number] = counted[: 2 * len(task.names)].clone()
+            totals = counted + totals
     task.agree(world)
     # whole numbers have the same sum in any order, others are added in that of the blocks
     totals = world.all_sum(task.zeros("cpu") + totals.cpu())

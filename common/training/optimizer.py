@@ -6,49 +6,26 @@ from collections import UserDict, defaultdict
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from common.errors import UserError, blamed, warn
 from common.options import Options, call_user
 from common.sampler import seeded
 from common.training.unsaved import remembered_aside
 
-ELEMENT_WISE = (  # each number of a weight moves by its own gradient alone
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.SGD,
-)
-
-
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     """The optimizer of --optimizer over all weights that train; TrainState makes its state."""
     if ".py" in opts.optimizer:
-        optimizer = checked(call_user(opts.optimizer, net, opts, first=True), opts)
-    else:
-        optimizer = _named(net, opts)
-    for part in parts_of(optimizer):
-        if opts.shard and type(part) not in ELEMENT_WISE:
-            known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
-            raise UserError(
-                f"--shard leaves a rank some rows of a weight, {type(part).__name__} may need all of it\n"
-                f"choose among {known}"
-            )
-    return optimizer
+        return checked(call_user(opts.optimizer, net, opts, first=True), opts)
+    return _named(net, opts)
 
 
 def _named(net, opts):
     """The optimizer of this name in torch.optim."""
     weights = [p for p in net.parameters() if p.requires_grad]
     kind, arguments = opts.torch_optimizer
-    if any(p.is_complex() or kind is torch.optim.SGD and hasattr(p, "to_local") for p in weights):
-        arguments.pop("fused", None)  # torch has none for complex weights, and no SGD for sharded ones
+    if any(p.is_complex() for p in weights):
+        arguments.pop("fused", None)  # torch has none for complex weights
     groups: list[dict] = [{"params": weights}]  # a frozen stage has none
     if opts.no_decay_1d:
         groups = [
@@ -172,7 +149,7 @@ def _make_state(optimizer):
     is_torchs = type(optimizer).__module__.startswith("torch.")
     zeros = {}  # by kinds of weights: a state that begins with nothing else
     for group, weight in weights:
-        kind = (id(group), weight.dtype, weight.device, weight.shape, local(weight).stride())
+        kind = (id(group), weight.dtype, weight.device, weight.shape, weight.stride())
         # a script may have made it before its net moved to the device; counters stay
         given = {
             name: value.to(weight.device) if torch.is_tensor(value) and value.dim() else value
@@ -184,7 +161,7 @@ def _make_state(optimizer):
         _, state = _step_of_twin(optimizer, group, weight, given, 0.0)
         states[weight] = state.first
         # what a user's optimizer makes may be zeros for this weight alone
-        if is_torchs and not any(value is None or local(value).any() for value in state.first.values()):
+        if is_torchs and not any(value is None or value.any() for value in state.first.values()):
             zeros[kind] = state.first
     if weights and not is_torchs:
         group, weight = weights[-1]
@@ -222,16 +199,8 @@ def _step_of_twin(optimizer, group, weight, given, gradient):
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
 def unscale(state):
     """Undoes fp16's scale; if one rank skips the step, all skip it."""
-    none = torch.zeros((), device=next(iter(state.names)).device)
-    state.scaler.scale(none)  # initialises the scaler on ranks without a loss
+    state.scaler.scale(torch.zeros((), device=state.device))  # initialises it on ranks without a loss
     state.scaler.unscale_(state.optimizer)
-    if state.stages:
-        by_device = state.scaler._found_inf_per_device(state.optimizer)
-        here = sum((overflow.to(none.device) for overflow in by_device.values()), none)
-        overflows = state.stages.world.all_sum(here).clamp_(max=1.0)
-        for other in by_device.values():  # the optimizer adds them up, and accepts only 0 or 1
-            other.zero_()
-        by_device[none.device] = overflows
 
 
 def end_mean(state, counted, size, add):
@@ -244,15 +213,9 @@ def end_mean(state, counted, size, add):
 def divide(gradients, divisor):
     alike = defaultdict(list)
     for gradient in gradients:
-        rows = local(gradient)
-        alike[rows.device, rows.dtype].append(rows)
+        alike[gradient.device, gradient.dtype].append(gradient)
     for (device, kind), rows in alike.items():
         torch._foreach_div_(rows, divisor.to(device, torch.promote_types(kind, torch.float32)))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The rows that this rank has of a sharded tensor; any other one as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 # ---- the learning rate ----

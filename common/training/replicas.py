@@ -51,7 +51,7 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module | Slice
     """A replica on every rank; gradients are averaged while backward runs. In train_dp.py one a device."""
     if opts.virtual_ranks:
         return Slices(net, world, opts.virtual_ranks)
-    if len(world.devices) > 1:
+    if opts.script == "dp" and len(world.devices) > 1:
         return replicate(net, opts, world)
     net = torch.compile(net) if opts.compile else net
     if world.size == 1:

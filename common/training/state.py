@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from common.training.optimizer import (
     check_groups,
     groups_of,
     learning_rate,
-    local,
     make_state,
     parts_of,
     unscale,
@@ -38,17 +37,7 @@ from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
 from common.training.tasks import Task, best_of, find_task
 from common.training.unsaved import FirstForward, warn_of_unsaved
-from common.world import World, has_peers
-
-
-class Stages(Protocol):
-    """What a state asks of a net whose parts are on several ranks or devices."""
-
-    world: World
-    score: Callable[..., dict | None]
-    parameters_of: list[int]  # by stage
-
-    def norm(self, gradients: list[Tensor]) -> Tensor: ...
+from common.world import has_peers
 
 
 class TrainState:
@@ -62,13 +51,11 @@ class TrainState:
         samples: int,
         task: Task | None = None,
         schedule: Callable[[int, int], float] | None = None,
-        stages: Stages | None = None,
     ):
         self.net = net
         self.optimizer = optimizer
         self.opts = opts
         self.task = task or find_task(opts)
-        self.stages = stages
         self.progress = Progress(opts, samples)
         self.rate = lambda step: learning_rate(step, opts, self.progress.steps_per_epoch, schedule)
         best_of(opts, self.task)  # a wrong --best is told before the first step
@@ -85,7 +72,6 @@ class TrainState:
                 self.ema[name] = p.detach().to(kind, copy=True)
         self.lock = threading.RLock()
         self.updated: torch.Event | None = None  # after all that has changed weights
-        self.ready = 0  # size of the batch whose gradient is finished
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
         self.heartbeat = 0  # moves with work of any kind: if that of no rank does, the run hangs
         self.first_forward = FirstForward(lambda: self.tensors()["model"])
@@ -121,23 +107,18 @@ class TrainState:
             yield
             self.updated = mark(self.device)
 
-    def finish_gradient(self, size: int) -> None:
-        """Overflow check and clipping: ranks that hold parts of a net need each other up to here."""
+    def finish_gradient(self) -> None:
+        """Overflow check and clipping."""
         self.wait_for_gpu()
         clip = self.opts.clip_grad_norm
-        if (clip or self.stages) and self.scaler.is_enabled():
+        if clip and self.scaler.is_enabled():
             unscale(self)
         if clip:
-            norm_of = self.stages.norm if self.stages else torch.nn.utils.get_total_norm
-            torch.nn.utils.clip_grads_with_norm_(self.names, clip, norm_of(self.gradients))
-        if self.stages:
-            self.wait_for_gpu()
-        self.ready = size
+            torch.nn.utils.clip_grad_norm_(self.names, clip)
 
     def update(self, size: int) -> None:
         """One optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
-        if not self.ready:
-            self.finish_gradient(size)
+        self.finish_gradient()
         rate = self.rate(self.progress.planned)
         for group in self.groups:
             group["lr"] = rate * group.get("scale", 1.0)
@@ -166,7 +147,6 @@ class TrainState:
         self.statistics.commit()
         self.progress.count(size)
         self.heartbeat += 1
-        self.ready = 0
 
     def spoil(self, error: UserError) -> UserError:
         """From now on this state is neither saved nor updated: a rescue and an update raise this error."""
@@ -233,24 +213,6 @@ class TrainState:
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
-        return {
-            part: {name: local(tensor) for name, tensor in named.items()}
-            for part, named in self._named().items()
-        }
-
-    def rows(self) -> dict[str, tuple[int, int]]:
-        """{name: (first row, rows of the whole)} where this rank has only some (`--shard`)."""
-        rows = {}
-        for named in self._named().values():
-            for name, tensor in named.items():
-                if local(tensor) is not tensor:
-                    shards = tensor.device_mesh["shard"]
-                    count = len(tensor)
-                    each = -(-count // shards.size())
-                    rows[name] = min(each * shards.get_local_rank(), count), count
-        return rows
-
-    def _named(self):
         committed = self.statistics.committed
         model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
         for name, p in self.net.named_parameters(remove_duplicate=False):

@@ -55,8 +55,8 @@ class Statistics:
 
     def average(self, world, weight):
         """All replicas' buffers change by the mean of their changes, weighted by samples."""
-        if self.numel and world.replicas > 1:
-            self.apply(world.sum_over_replicas(self.moves(weight, world.replica == world.replicas - 1)))
+        if self.numel and world.size > 1:
+            self.apply(world.all_sum(self.moves(weight, world.rank == world.size - 1)))
 
     @torch.no_grad()
     def moves(self, weight, counts, kind=torch.float64):

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from common.data import leaves, map_tensors
@@ -193,14 +193,6 @@ class Task:
             metrics = self.finish(metrics)
         return {name: float(metrics[name]) for name in metrics if name not in self.shapes}
 
-    # ---- where the net is cut into stages, whose first one has the input and whose last one the output ----
-    def input_of(self, batch):
-        """The tensor that goes into the first stage."""
-        return batch if isinstance(batch, Tensor) else pair(batch)[0]
-
-    def answered(self, out, batch, state):
-        """What the task returns of an output that the last stage has computed."""
-        return self(Answer(self.input_of(batch), out, state.net.training), batch, state)
 
     # ---- a user's own ----
     def try_out(self, net, data, opts, device):
@@ -268,25 +260,6 @@ def terms_of(made_by):
 def nothing(tensors):
     """0, as a function of all these tensors; stages of one process lie on several devices."""
     return sum(tensor.flatten()[:0].abs().sum().to(tensors[0].device) for tensor in tensors)
-
-
-class Answer(nn.Module):
-    """In place of a net that is cut into stages: it has the output for one input, and gives it once."""
-
-    def __init__(self, x, out, training):
-        super().__init__()
-        self.x = x
-        self.out = out
-        self.training = training
-
-    def forward(self, x):
-        if x is not self.x:
-            raise UserError(
-                "in stages a task calls the net once, with the inputs as the batch has them\n"
-                "use train_ddp.py, or --stages 1 --shard N"
-            )
-        self.x = None
-        return self.out
 
 
 def find_task(opts: Options) -> Task:

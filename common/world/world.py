@@ -44,50 +44,6 @@ class World:
     devices: tuple[torch.device, ...]
     life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
     store: dist.TCPStore | None = None  # of this life; None if there is one process
-    # A world is rows by columns. A row is a copy of the net, on consecutive ranks: a machine that dies takes
-    # whole rows along. A column is a part of the net, held by one rank of each row:
-    # rank = (copy * shards + shard) * stages + stage.
-    stages: int = 1  # a net is cut into so many
-    shards: int = 1  # the weights of a stage are spread over so many ranks
-    stage_group: dist.ProcessGroup | None = None  # the stages of this rank's replica, if there are several
-    shard_group: dist.ProcessGroup | None = None  # the shards of this rank's copy and stage
-    column: dist.ProcessGroup | None = None  # the ranks that hold this rank's part
-    peers: dist.ProcessGroup | None = None  # the ranks with the same stage, if they are not all
-
-    @property
-    def stage(self) -> int:
-        return self.rank % self.stages
-
-    @property
-    def replica(self) -> int:
-        """Ranks of one replica train on the same samples, a stage each."""
-        return self.rank // self.stages
-
-    @property
-    def replicas(self) -> int:
-        return self.size // self.stages
-
-    @property
-    def shard(self) -> int:
-        return self.replica % self.shards
-
-    @property
-    def parts(self) -> int:
-        """Ranks that hold one copy of the net together: 1 if each holds all of it."""
-        return self.stages * self.shards
-
-    @property
-    def part(self) -> int:
-        """The shards of the first stage come first."""
-        return self.stage * self.shards + self.shard
-
-    @property
-    def copies(self) -> int:
-        return self.size // self.parts
-
-    @property
-    def copy(self) -> int:
-        return self.rank // self.parts
 
     @property
     def device(self) -> torch.device:
@@ -104,42 +60,17 @@ class World:
         return {f"MiB_{gpu.index}": module_of(gpu).memory_allocated(gpu) >> 20 for gpu in own}
 
     # ---- collectives ------------------------------------------------------------------------------
-    def all_sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None, ranks: int = 0) -> Tensor:
+    def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
-        if (ranks or self.size) > 1:
-            dist.all_reduce(tensor, group=group)
+        if self.size > 1:
+            dist.all_reduce(tensor)
         return tensor
-
-    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks that have the same stage, in place."""
-        return self.all_sum(tensor, self.peers, self.replicas)
-
-    def sum_over_stages(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks of this replica, in place."""
-        return self.all_sum(tensor, self.stage_group, self.stages)
-
-    def in_stages(self, stages: int, shards: int = 0) -> "World":
-        """This world as copies of a net in stages, whose weights are spread over at least so many shards.
-
-        Call on every rank. There are more shards where the ranks would not be whole copies, and fewer where
-        there are not as many ranks; 0 spreads nothing.
-        """
-        if stages == 1 and not shards:
-            return self
-        replicas = self.size // stages
-        copies = copies_of(replicas, shards)
-        ranks = torch.arange(self.size).view(copies, -1, stages)
-        groups = {"stage_group": _group(ranks.flatten(0, 1)), "peers": _group(ranks.flatten(0, 1).T)}
-        if shards:
-            groups |= {"shard_group": _group(ranks.mT.flatten(0, 1)), "column": _group(ranks.flatten(1).T)}
-        return replace(self, stages=stages, shards=replicas // copies, **groups)
 
     def set_patience(self, patience: timedelta) -> None:
         """How long a collective waits for the other ranks from now on."""
         if self.size > 1:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-            for group in {None, self.stage_group, self.shard_group, self.column, self.peers}:
-                set_timeout(patience, group)
+            set_timeout(patience, None)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -156,17 +87,6 @@ class World:
         for other in gather(self, error):
             if other:
                 raise UserError(*other)
-
-
-def copies_of(replicas: int, shards: int) -> int:
-    """How many copies of a stage as many ranks hold, over `shards` of them each, or a few more."""
-    most = max(1, replicas // shards) if shards else replicas
-    return next(copies for copies in range(most, 0, -1) if replicas % copies == 0)
-
-
-def _group(rows):
-    """Of ranks by rows a group each; returns that of this rank's row."""
-    return dist.new_subgroups_by_enumeration(rows.tolist(), MEETING)[0]
 
 
 # ---- what the ranks of one life tell each other, never as pickles ---------------------------------
@@ -246,7 +166,6 @@ def join(opts: Options) -> World:
         _init_process_group(store, place, devices[0])
         life = gather(world, world.life)[0]
         world = replace(world, life=life, store=store)
-        world = world.in_stages(opts.stages or world.size, opts.shard)
         world.set_patience(WORKING)  # all have met
     return world
 
@@ -312,9 +231,12 @@ def choose_devices(opts, place):
         return tuple(known[name] for name in names)
     if not seen:
         return (cpu,)
-    if opts.script != "ddp" and place.size == 1:
-        return seen
     count = len(seen)
+    if opts.script != "ddp":  # each process drives its share of this machine's
+        each = max(1, count // place.local_size)
+        seen = seen[place.local_rank * each :][:each]
+        if seen:
+            return seen
     if count == 1 and place.gpus:  # each process sees its own: --gpus-per-task
         return seen
     if place.local_size > count:
