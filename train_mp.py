@@ -11,6 +11,8 @@ from common.options import parse_options
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
 
+import torch
+
 from common.errors import guarded
 from common.models import build_model
 from common.run import Run
@@ -23,7 +25,7 @@ def main(opts):
     if run.was_complete():
         return
     task = find_task(opts)  # the loss, and what is shown
-    net = prepare(build_model(opts, run.data), opts, run.world, run.data, task)
+    net = prepare(build_model(opts, run.data), opts, run.world, run.data, task, torch.device("cpu"))
     stages = Stages(net, opts, run.world.devices)
     state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
     model = distribute(stages, opts, run.world)

@@ -36,6 +36,13 @@ def seed_gpus(number: int) -> None:
         module_of(kind).manual_seed_all(number)
 
 
+def hand_over(before: torch.device, device: torch.device) -> None:
+    """The draws of a net go on from one GPU to the next, as one generator would: its state lies on the host."""
+    if before != device and is_gpu(before) and is_gpu(device):
+        generators = module_of(device).default_generators
+        generators[device.index].set_state(generators[before.index].get_state())
+
+
 def mark(device: torch.device) -> torch.Event | None:
     """An event behind all that the program has given a GPU up to here; None for a CPU, which has done it."""
     return module_of(device).current_stream(device).record_event() if is_gpu(device) else None

@@ -12,6 +12,7 @@ import itertools
 import torch
 from torch import nn
 
+from common.device import hand_over
 from common.errors import UserError
 from common.options import Options
 
@@ -22,8 +23,13 @@ class Stages(nn.Module):
     def __init__(self, net: nn.Module, opts: Options, devices: tuple[torch.device, ...]) -> None:
         super().__init__()
         self.net = net
-        self.size = opts.micro_batch_size
         names = list(net._modules)
+        usual = getattr(type(net), "forward", None) is nn.Sequential.forward
+        if not usual or net._forward_hooks or net._forward_pre_hooks:
+            raise UserError(
+                f"train_mp.py cuts an nn.Sequential, {type(net).__name__} is none\n"
+                "place its parts yourself, with .to(...) in its forward, and use train_ddp.py"
+            )
         counts = cut([sum(p.numel() for p in net._modules[name].parameters()) for name in names], opts, devices)
         rest = iter(names)
         self.groups = [list(itertools.islice(rest, count)) for count in counts]
@@ -34,14 +40,14 @@ class Stages(nn.Module):
                 net._modules[name].to(device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.through(chunk) for chunk in x.split(self.size or len(x) or 1)])
-
-    def through(self, x):
+        before = self.places[0][0]
         for device, group in self.places:
+            hand_over(before, device)
             x = x.to(device, non_blocking=True)
             for name in group:
                 x = self.net._modules[name](x)
-        return x.to(self.places[0][0])
+            before = device
+        return x
 
     def describe(self) -> list[str]:
         """The cut as lines."""

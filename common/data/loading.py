@@ -119,7 +119,7 @@ def forward_sizes(n, rank, world, opts):
         return [len(share(n, v, opts.virtual_ranks)) for v in slices]
     mine = len(share(n, rank, world))
     most = -(-n // world)
-    size = max(1, most) if opts.script == "mp" else opts.micro_batch_size or max(1, most)
+    size = opts.micro_batch_size or max(1, most)
     end = most if opts.sync_bn else mine
     return [max(0, min(size, mine - at)) for at in range(0, end, size)]
 

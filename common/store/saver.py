@@ -8,7 +8,7 @@ In a rescue: from the live tensors, which are held still, to the disk, in the th
 import threading
 import time
 from concurrent import futures
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -34,7 +34,7 @@ class Saver:
         self.rank = world.rank
         self.images = {kind: Image(tensors) for kind, tensors in state.tensors().items()}
         # a rescue copies on a stream of its own: the usual one may stand behind a dead collective
-        self.side = torch.Stream(device=state.device) if is_gpu(state.device) else nullcontext()
+        self.sides = [torch.Stream(device=device) for device in state.devices if is_gpu(device)]
         # one thread for all saves: to start one makes training wait
         self.pool = futures.ThreadPoolExecutor(1, "writer", world.use_device)
         self.job = None  # the last one of the thread
@@ -151,7 +151,9 @@ class Saver:
         began = time.monotonic()
         self.writer.check_staging(state.progress.step)
         alone = self.writer.alone(needless=lambda: not state.spoiled and self.writer.holds(state.facts()))
-        with self.side, alone, self._held_still(began):
+        with ExitStack() as sides, alone, self._held_still(began):
+            for side in self.sides:
+                sides.enter_context(side)
             if state.spoiled:
                 raise state.spoiled
             self.wait(in_rescue=True)

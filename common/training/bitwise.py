@@ -27,6 +27,7 @@ that is -0.0 everywhere has no term: such a parameter gets no gradient, as in to
 import functools
 import itertools
 import math
+import threading
 from bisect import bisect
 
 import torch
@@ -54,6 +55,7 @@ class Slices:
         self.own = share(slices, world.rank, world.size)
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
         self.buckets = []
+        self.turn = threading.Lock()
         self.seen = 0  # the bits of the slice that all ranks compute (--cross-check)
         for p in self.params:
             p.register_post_accumulate_grad_hook(self._ready)
@@ -64,8 +66,8 @@ class Slices:
         if not self.buckets:  # before the first step: how many totals there are decides the last one
             exact = not state.task.counts_samples or torch.float64 in self.statistics.kinds
             self.kind = torch.float64 if exact else torch.float32
-            size = self.statistics.numel + len(state.task.zeros(self.world.device))
-            self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
+            size = self.statistics.numel + len(state.task.zeros(self.world.output))
+            self.tail = torch.empty(size, dtype=self.kind, device=self.world.output)
             self.tensors = [*self.params, self.tail]
             self.buckets = [Bucket(members, self.world, self.count) for members in buckets_of(self.tensors)]
             self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
@@ -111,6 +113,10 @@ class Slices:
 
     def _ready(self, p):
         """Autograd's hook: while backward runs, the last slice sends the buckets that it has filled."""
+        with self.turn:  # autograd has a thread a device
+            self._take(p)
+
+    def _take(self, p):
         waiting = self.bucket_of[p].waiting
         if p not in waiting:
             raise UserError(

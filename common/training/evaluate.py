@@ -39,8 +39,8 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
                 continue
             values = task(model, placed(samples, world.device, state.opts), state)
             if not task.names:
-                task.learn(values, world.device)
-            counted = task.add(task.zeros(world.device), values)
+                task.learn(values, world.output)
+            counted = task.add(task.zeros(world.output), values)
             rows[number] = counted[: 2 * len(task.names)].clone()
             totals = counted + totals
     task.agree(world)

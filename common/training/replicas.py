@@ -42,9 +42,16 @@ def prepare(
     for module in net.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False  # the same numbers; sparse gradients have no fused update and no fixed sum
-    net = net.to(device)
+    if len(places_of(net)) == 1:  # else its author has placed it
+        net = net.to(device)
     task.try_out(net, data, opts, device)
     return net
+
+
+
+def places_of(net: nn.Module) -> list[torch.device]:
+    """The devices of its weights, in their order."""
+    return [*dict.fromkeys(p.device for p in net.parameters())]
 
 
 def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module | Slices:

@@ -60,7 +60,8 @@ class TrainState:
         self.rate = lambda step: learning_rate(step, opts, self.progress.steps_per_epoch, schedule)
         best_of(opts, self.task)  # a wrong --best is told before the first step
         self.names = {p: name for name, p in net.named_parameters()}
-        self.device = next((p.device for p in self.names), torch.device("cpu"))
+        self.devices = [*dict.fromkeys(p.device for p in self.names)] or [torch.device("cpu")]
+        self.device = self.devices[0]
         # without fp16 it does nothing
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=opts.amp == "fp16")
         self.statistics = Statistics(net)
@@ -71,7 +72,7 @@ class TrainState:
                 kind = torch.promote_types(p.dtype, torch.float32)  # in 16 bits they would stand still
                 self.ema[name] = p.detach().to(kind, copy=True)
         self.lock = threading.RLock()
-        self.updated: torch.Event | None = None  # after all that has changed weights
+        self.updated: list[torch.Event | None] = []  # of each device, after all that has changed weights
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
         self.heartbeat = 0  # moves with work of any kind: if that of no rank does, the run hangs
         self.first_forward = FirstForward(lambda: self.tensors()["model"])
@@ -90,14 +91,19 @@ class TrainState:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.names if p.grad is not None]
 
+    def marks(self):
+        return [*map(mark, self.devices)]
+
     def wait_for_gpu(self) -> None:
         """Waits for all that the GPU was given, where a peer may die; call it without the lock."""
         if has_peers():
-            wait_by_asking(mark(self.device))
+            for event in self.marks():
+                wait_by_asking(event)
 
     def wait_for_update(self) -> None:
         """Waits for all that has changed weights: for a rescue, which holds the lock."""
-        wait_by_asking(self.updated)
+        for event in self.updated:
+            wait_by_asking(event)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -105,13 +111,13 @@ class TrainState:
         self.wait_for_gpu()
         with self.lock:
             yield
-            self.updated = mark(self.device)
+            self.updated = self.marks()
 
     def finish_gradient(self) -> None:
         """Overflow check and clipping."""
         self.wait_for_gpu()
         clip = self.opts.clip_grad_norm
-        if clip and self.scaler.is_enabled():
+        if (clip or len(self.devices) > 1) and self.scaler.is_enabled():
             unscale(self)
         if clip:
             torch.nn.utils.clip_grad_norm_(self.names, clip)
@@ -130,7 +136,7 @@ class TrainState:
             except BaseException:
                 self.spoil(UserError("the weights are not those of one step", code=1))
                 raise
-            self.updated = mark(self.device)
+            self.updated = self.marks()
         for p in self.names:  # the optimizer need not have all of them
             p.grad = None
 

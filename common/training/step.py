@@ -31,6 +31,9 @@ from common.training.tasks import nothing
 from common.world import World, fingerprint_of, gather
 
 
+IN_FLIGHT = 4  # forwards a device: it works on one while the next device works on the one before
+
+
 def backward(model: nn.Module | Slices, batch: Batch, state: TrainState, world: World) -> Tensor:
     """Leaves the mean gradient of the global batch in `.grad`; returns the totals of this rank's forwards.
 
@@ -38,7 +41,7 @@ def backward(model: nn.Module | Slices, batch: Batch, state: TrainState, world: 
     """
     gradient = Gradient(model, batch, state, world)
     for samples in gradient.pieces():
-        totals = state.task.zeros(world.device)
+        totals = state.task.zeros(world.output)
         loss = forward(gradient.net, samples, state, totals)
         gradient.add(loss, totals)
     return gradient.finish()
@@ -56,8 +59,10 @@ class Gradient:
         self.batch = batch
         self.state = state
         self.world = world
-        self.totals = state.task.zeros(world.device)
+        self.totals = state.task.zeros(world.output)
         self.is_first = True  # of the pieces
+        self.pending: list[Tensor] = []  # losses of forwards whose backward has not begun
+        self.flight = IN_FLIGHT * len(world.devices) if len(world.devices) > 1 else 1
         self.is_last = True
         self.ids: list[int] = []  # of this piece
         self.slices = model if isinstance(model, Slices) else None
@@ -91,7 +96,10 @@ class Gradient:
         if not self.slices:
             self.totals += totals
             # DDP divides by the number of ranks: the factor world.size undoes that.
-            scale(loss * (self.world.size / size)).backward()
+            self.pending.append(scale(loss * (self.world.size / size)))
+            if self.is_last or len(self.pending) == self.flight:
+                torch.autograd.backward(self.pending)
+                self.pending = []
         elif self.ids:
             tail = self.slices.measured(self.number, len(self.ids) / size, totals)
             self.slices.backward(self.number, tail, scale(loss / size))
@@ -159,7 +167,7 @@ def slice_bits(slices, v, split, state):
     if batch.ids:
         state.statistics.reset()
         seed(opts.seed, "step", progress.step, v)
-        totals = state.task.zeros(slices.world.device)
+        totals = state.task.zeros(slices.world.output)
         samples = placed(batch.data, slices.world.device, opts, own=True)
         loss = state.scaler.scale(forward(slices.net, samples, state, totals) / batch.size)
         gradients[-1] = slices.measured(v, len(batch.ids) / batch.size, totals)

@@ -85,6 +85,7 @@ def scored(net, batch, state):
         else:
             out = net(x)
     out = getattr(out, "logits", out)  # of a Hugging Face net
+    y = y.to(out.device, non_blocking=True)
     if out.shape[:-1] != y.shape:
         raise UserError(
             f"an output of shape {tuple(out.shape)} does not fit targets of shape {tuple(y.shape)}\n"

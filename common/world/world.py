@@ -43,7 +43,13 @@ class World:
     local_size: int
     devices: tuple[torch.device, ...]
     life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
+    in_a_row: bool = False  # a net goes over the devices, not a replica to each
     store: dist.TCPStore | None = None  # of this life; None if there is one process
+
+    @property
+    def output(self) -> torch.device:
+        """Where outputs and losses are: the last of several devices."""
+        return self.devices[-1] if self.in_a_row else self.device
 
     @property
     def device(self) -> torch.device:
@@ -159,11 +165,12 @@ def join(opts: Options) -> World:
         place.local_size,
         devices,
         uuid.uuid4().hex[:12],
+        in_a_row=opts.script == "mp",
     )
     world.use_device()
     if place.size > 1:
         store = fresh_store(place.rank, place.size)
-        _init_process_group(store, place, devices[0])
+        _init_process_group(store, place, devices)
         life = gather(world, world.life)[0]
         world = replace(world, life=life, store=store)
         world.set_patience(WORKING)  # all have met
@@ -233,10 +240,9 @@ def choose_devices(opts, place):
         return (cpu,)
     count = len(seen)
     if opts.script != "ddp":  # each process drives its share of this machine's
-        each = max(1, count // place.local_size)
-        seen = seen[place.local_rank * each :][:each]
-        if seen:
-            return seen
+        each = count // place.local_size
+        first = place.local_rank * each
+        return seen[first : first + each] or seen[:1]
     if count == 1 and place.gpus:  # each process sees its own: --gpus-per-task
         return seen
     if place.local_size > count:
@@ -247,7 +253,8 @@ def choose_devices(opts, place):
     return (seen[place.local_rank],)
 
 
-def _init_process_group(store, place, device):
+def _init_process_group(store, place, devices):
+    device = devices[0]
     if place.size == place.local_size:  # no network for the gradients of one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -258,7 +265,7 @@ def _init_process_group(store, place, device):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend = "gloo"
     if is_gpu(device):
-        ranks = store.add(f"gpu/{module_of(device).get_device_properties(device).uuid}", 1)
+        ranks = max(store.add(f"gpu/{module_of(gpu).get_device_properties(gpu).uuid}", 1) for gpu in devices)
         if ranks > 1 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
             raise UserError(
                 f"rank {place.rank}: another rank has this GPU (CUDA_VISIBLE_DEVICES: {place.gpus})\n"
