@@ -14,21 +14,22 @@ from torch import nn
 
 from common.errors import UserError
 from common.options import Options
+from common.world import World
 
 
 class Stages(nn.Module):
-    """The net, called; its parts are on `devices`."""
+    """The net, called; its parts are on the devices of this process."""
 
-    def __init__(self, net: nn.Module, opts: Options, devices: tuple[torch.device, ...]) -> None:
+    def __init__(self, net: nn.Module, opts: Options, world: World) -> None:
         super().__init__()
         self.net = net
         self.size = opts.micro_batch_size
         names = list(net._modules)
-        counts = cut([sum(p.numel() for p in net._modules[name].parameters()) for name in names], opts, devices)
+        counts = cut([sum(p.numel() for p in net._modules[name].parameters()) for name in names], opts, world.devices)
         rest = iter(names)
         self.groups = [list(itertools.islice(rest, count)) for count in counts]
         refuse_ties(net, self.groups)
-        self.places = list(zip(itertools.cycle(devices), self.groups))
+        self.places = list(zip(itertools.cycle(world.devices), self.groups))
         for device, group in self.places:
             for name in group:
                 net._modules[name].to(device)
