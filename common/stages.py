@@ -15,12 +15,13 @@ from torch import nn
 from common.device import hand_over
 from common.errors import UserError
 from common.options import Options
+from common.world import World
 
 
 class Stages(nn.Module):
-    """The net, called; its parts are on `devices`."""
+    """The net, called; its parts are on the devices of this process."""
 
-    def __init__(self, net: nn.Module, opts: Options, devices: tuple[torch.device, ...]) -> None:
+    def __init__(self, net: nn.Module, opts: Options, world: World) -> None:
         super().__init__()
         self.net = net
         names = list(net._modules)
@@ -30,11 +31,12 @@ class Stages(nn.Module):
                 f"train_mp.py cuts an nn.Sequential, {type(net).__name__} is none\n"
                 "place its parts yourself, with .to(...) in its forward, and use train_ddp.py"
             )
-        counts = cut([sum(p.numel() for p in net._modules[name].parameters()) for name in names], opts, devices)
+        weights = [sum(p.numel() for p in net._modules[name].parameters()) for name in names]
+        counts = cut(weights, opts, world.devices)
         rest = iter(names)
         self.groups = [list(itertools.islice(rest, count)) for count in counts]
         refuse_ties(net, self.groups)
-        self.places = list(zip(itertools.cycle(devices), self.groups))
+        self.places = list(zip(itertools.cycle(world.devices), self.groups))
         for device, group in self.places:
             for name in group:
                 net._modules[name].to(device)
@@ -91,4 +93,6 @@ def refuse_ties(net, groups):
         stage = stage_of[name.partition(".")[0]]
         other, place = places.setdefault(tensor, (name, stage))
         if place != stage:
-            raise UserError(f"{other} and {name} are one tensor, but lie in two stages\nuntie them, or cut elsewhere")
+            raise UserError(
+                f"{other} and {name} are one tensor, but lie in two stages\nuntie them, or cut elsewhere"
+            )

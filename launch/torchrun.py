@@ -133,7 +133,7 @@ def line_if_complete(options):
     Reads the ledger's last life alone: a long run has thousands.
     """
     if named(next(newest_lives(options.run_dir), []), "done"):
-        from common.run import complete  # imports torch
+        from common.story import complete  # imports torch
 
         return complete(options)
 

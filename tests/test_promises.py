@@ -101,10 +101,9 @@ def test_no_sample_is_lost_or_repeated_through_any_restarts_and_any_numbers_of_p
     "script, processes, cut",
     [
         ("train_ddp.py", 3, ()),
-        ("train_mp.py", 4, ("--stages=2",)),
-        ("train_mp.py", 4, ("--stages=1", "--shard=2")),
+        ("train_mp.py", 3, ("--devices=cpu,cpu",)),
     ],
-    ids=["whole", "stages", "shards"],
+    ids=["whole", "stages"],
 )
 def test_no_step_that_a_survivor_has_finished_is_lost_when_a_process_dies(
     jobs, run, undisturbed, script, processes, cut
@@ -115,8 +114,7 @@ def test_no_step_that_a_survivor_has_finished_is_lost_when_a_process_dies(
     complete(job)
     assert len(lives(run)) == 4
     assert audit_of(jobs, run) == CLEAN
-    # parts of a net may make one step more on their way out, which is not logged
-    (assert_same_weights if cut else assert_same_model)(run, undisturbed)
+    assert_same_model(run, undisturbed)
 
 
 # ---- 3 -------------------------------------------------------------------------------------------
@@ -145,7 +143,7 @@ def test_the_model_is_the_same_bit_for_bit_at_any_world_and_stages_after_any_kil
     kill_at(job, run, 5)
     wait_for(run, 9, 1, job)
     stop(job)
-    job = train(jobs, 2, run, *BITS, "--stages=2", script="train_mp.py")
+    job = train(jobs, 2, run, *BITS, "--devices=cpu,cpu", script="train_mp.py")
     wait_for(run, 14, 2, job)
     stop(job)
     complete(train(jobs, 4, run, *BITS))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import kind_of
-from common.checkpoint.tensors import flat_bytes, specs_of
+from common.checkpoint.tensors import DTYPES, flat_bytes, specs_of
 from common.device import is_gpu
 from common.errors import UserError
 
@@ -21,39 +21,40 @@ Named = dict[str, dict[str, Tensor]]  # {kind: {name: tensor}}
 
 
 class Layout:
-    """A net's tensors and their places in a checkpoint."""
+    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors."""
 
     def __init__(self, tensors: Named):
-        self.tensors = tensors
-        self.specs = specs_of_all(tensors)
+        self.tensors = tensors["model"]
+        self.specs = specs_of(self.tensors)
+        self.remembered: dict[str, Tensor] = {}  # of the checkpoint that was read last
 
     def checked(self, tensors: Named) -> Named:
-        """The same tensors; UserError if they are not those of the start."""
-        for kind, specs in specs_of_all(tensors).items():
-            for name in specs | self.specs[kind]:
-                if specs.get(name) != self.specs[kind].get(name):
-                    raise UserError(
-                        f"{kind}: {name} came, went or changed after the first step\n"
-                        "no checkpoint would hold it: make it in the first step, as a tensor"
-                    )
+        """The same tensors; UserError if the net's are not those of the start."""
+        specs = specs_of(tensors["model"])
+        for name in specs | self.specs:
+            if specs.get(name) != self.specs.get(name):
+                raise UserError(f"{name} came, went or changed after the start\nmake it when the net is made")
         return tensors
 
     def check(self, files: dict) -> None:
         """Damaged unless the files hold this run's tensors."""
         for path, table in files.items():
-            specs = self.specs[kind_of(path)]
-            for name in table | specs:
+            is_model = kind_of(path) == "model"
+            for name in table | (self.specs if is_model else {}):
                 spec = table[name][:2] if name in table else None
-                if spec != specs.get(name):
-                    raise Damaged(f"{path}: {name[:80]} is {spec}, this run has {specs.get(name)}")
+                is_known = name.startswith("/") or name.rpartition("/")[0] in self.specs
+                if spec != self.specs.get(name) if is_model else not is_known:
+                    raise Damaged(f"{path}: {name[:80]} is {spec}, this run has {self.specs.get(name)}")
 
-    def buffers(self, path: str) -> dict:
+    def buffers(self, path: str, table: dict) -> dict:
         """{name: a context with the buffer of that tensor}."""
-        return {name: partial(_buffer, tensor.detach()) for name, tensor in self.tensors[kind_of(path)].items()}
-
-
-def specs_of_all(tensors):
-    return {kind: specs_of(own) for kind, own in tensors.items()}
+        tensors = self.tensors
+        if kind_of(path) != "model":
+            tensors = {
+                name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape, _) in table.items()
+            }
+            self.remembered = tensors
+        return {name: partial(_buffer, tensor.detach()) for name, tensor in tensors.items()}
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class Reader:
         files = manifest["files"]
         self.layout.check(files)
         for path, table in files.items():
-            buffers = self.layout.buffers(path)
+            buffers = self.layout.buffers(path, table)
             tensors.read_file(folder / path, table, buffers, self.threads, share)
         return files, facts, sha(to_json([files, facts]))
 
@@ -120,7 +120,7 @@ class Reader:
         """
         right = True
         for path, table in files.items():
-            buffers = self.layout.buffers(path)
+            buffers = self.layout.buffers(path, table)
             for name, (dtype, shape, stated) in table.items():
                 piece = torch.zeros(tensors.size_of(dtype, shape), dtype=torch.uint8)
                 data = memoryview(piece.numpy())

@@ -189,7 +189,6 @@ class Writer:
         sync_folder(self.root)
         return self.root / folder_name(step, k)
 
-
     # ---- a small file ----------------------------------------------------------------------------------
     def put_sealed(self, path: Path, value: dict) -> None:
         """A file with this object and a seal, whole or not at all; it is on the disk then."""

@@ -326,6 +326,8 @@ def planned(lives, last):
     samples = first["n"]
     epoch = first["epoch"]
     position = first["position"]
+    turns = first.get("turns", 1)  # steps with each batch
+    turn = first.get("turn", 0)
     sizes = {}  # {step: the number of samples after it}
     for life in lives:
         while sizes and next(reversed(sizes)) >= life["step"]:  # it was undone
@@ -337,7 +339,8 @@ def planned(lives, last):
             position = 0
         if sizes.get(step, samples) != samples:
             samples = sizes[step]
-            position = 0
+            position = turn = 0
         batch = range(position, min(position + first["global_batch_size"], samples))
         yield step + 1, epoch, batch, samples
-        position = batch.stop
+        turn = (turn + 1) % turns
+        position = position if turn else batch.stop

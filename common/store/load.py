@@ -51,7 +51,7 @@ def load(state, world, reader, owns):
     choices = checkpoints(opts.run_dir)
     own = load_newest(world, reader, choices, owns)
     if own.facts:
-        take_over(state, world, own.facts, own.steps, choices, owns)
+        take_over(state, world, reader, own.facts, own.steps, choices, owns)
         return own
     if own.steps:
         raise UserError(
@@ -63,14 +63,15 @@ def load(state, world, reader, owns):
     if opts.at or opts.resume != "auto":
         source = opts.fork or opts.resume
         choices = [choice for choice in checkpoints(Path(source)) if opts.at in (0, choice[0])]
-        other = load_newest(world, Reader(reader.layout, world.local_size), choices, owns)
+        reader = Reader(reader.layout, world.local_size)
+        other = load_newest(world, reader, choices, owns)
         if not other.facts:
             raise UserError(
                 f"{source}: no whole checkpoint of {f'step {opts.at}' if opts.at else 'any step'}\n"
                 f"python -m common.checkpoint {source} says why",
                 code=2 if opts.at else 3,
             )
-        take_over(state, world, other.facts, [], [], owns)
+        take_over(state, world, reader, other.facts, [], [], owns)
         return Loaded(source)
     if opts.init_from:
         afresh = [name for name in state.tensors()["model"] if name.startswith(opts.init_skip)]
@@ -78,13 +79,13 @@ def load(state, world, reader, owns):
     return Loaded()
 
 
-def take_over(state, world, facts, kept, choices, owns):
+def take_over(state, world, reader, facts, kept, choices, owns):
     """Gives the state the facts of a checkpoint whose tensors it has; `kept` are the run's own steps.
 
     If the best evaluation has no checkpoint in this run, the best one that has one counts. If another
     dataset's order was saved, the epoch begins again.
     """
-    state.load(facts)
+    state.load(facts, reader.layout.remembered)
     progress = state.progress
     best = progress.best["step"]
     if best and best not in kept:  # its save failed, or rank 0 died in it; or another run has it
@@ -159,7 +160,8 @@ def _read(world, reader, choice, share):
             if choice:
                 files, facts, mark = reader.read(*choice, share)
                 if world.size > 1:
-                    mark += str([fingerprint_of(own.values()) for own in reader.layout.tensors.values()])
+                    kinds = (reader.layout.tensors, reader.layout.remembered)
+                    mark += str([fingerprint_of(own.values()) for own in kinds])
                 return files, facts, mark, ""
         except Damaged as error:
             damage = str(error)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from common.checkpoint import Image, Still
+from common.checkpoint import Image, Still, specs_of
 from common.device import is_gpu
 from common.errors import UserError, say
 
@@ -32,7 +32,7 @@ class Saver:
         self.writer = writer
         self.ledger = ledger
         self.rank = world.rank
-        self.images = {kind: Image(tensors) for kind, tensors in state.tensors().items()}
+        self.images = {}  # made after the first step, which makes the optimizer's state
         # a rescue copies on a stream of its own: the usual one may stand behind a dead collective
         self.sides = [torch.Stream(device=device) for device in state.devices if is_gpu(device)]
         # one thread for all saves: to start one makes training wait
@@ -54,8 +54,14 @@ class Saver:
     def _allocate(self):
         if self.prunes:
             self.prune(self.saved["step"])
-        for image in self.images.values():
-            image.open()
+        self._make_images(self.state.tensors())
+
+    def _make_images(self, named):
+        """Anew, if more is remembered than before."""
+        for kind, tensors in named.items():
+            if kind not in self.images or self.images[kind].specs != specs_of(tensors):
+                self.images[kind] = Image(tensors)
+            self.images[kind].open()
 
     def save(self):
         """Copies the state, unless it is saved already; waits for the save before. No collective."""
@@ -67,7 +73,9 @@ class Saver:
         self.saved_at = time.monotonic()
         try:
             with state.lock:
-                for kind, tensors in self.writer.layout.checked(state.tensors()).items():
+                named = self.writer.layout.checked(state.tensors())
+                self._make_images(named)
+                for kind, tensors in named.items():
                     self.images[kind].copy(tensors)
                 facts = state.facts()
         except (OSError, MemoryError) as error:  # there is no memory for the copy

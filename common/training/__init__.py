@@ -1,8 +1,10 @@
-"""One step: state, task, forward, backward, update; and evaluation."""
+"""One step: state, task, gradient, update; and evaluation."""
 
 from common.training.evaluate import evaluate
+from common.training.memory import Thing
 from common.training.optimizer import build_optimizer
-from common.training.replicas import distribute, prepare
+from common.training.replicas import Called, engines_of, on_device, prepare, replicate
 from common.training.state import TrainState
-from common.training.step import Gradient, average, backward, odd_ranks, placed
-from common.training.tasks import autocast, find_task, task_of
+from common.training.step import Gradient
+from common.training.tasks import Task, find_task
+from common.training.turns import Turns

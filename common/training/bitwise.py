@@ -36,7 +36,6 @@ import torch.distributed as dist
 from common.device import is_gpu, mark, wait_by_asking
 from common.errors import UserError
 from common.sampler import hash_seed, share
-from common.training.optimizer import end_mean
 from common.world import buckets_of, fingerprint_of
 
 ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
@@ -60,18 +59,17 @@ class Slices:
         for p in self.params:
             p.register_post_accumulate_grad_hook(self._ready)
 
-    def begin(self, state):
-        """Begins a step; the buffers are those of the last one."""
+    def begin(self, state, totals, counts_samples):
+        """Begins a step with so many totals; the buffers are those of the last one."""
         self.statistics = state.statistics
-        if not self.buckets:  # before the first step: how many totals there are decides the last one
-            exact = not state.task.counts_samples or torch.float64 in self.statistics.kinds
+        if not self.buckets:
+            exact = not counts_samples or torch.float64 in self.statistics.kinds
             self.kind = torch.float64 if exact else torch.float32
-            size = self.statistics.numel + len(state.task.zeros(self.world.output))
-            self.tail = torch.empty(size, dtype=self.kind, device=self.world.output)
+            size = self.statistics.numel + len(totals)
+            self.tail = torch.empty(size, dtype=self.kind, device=totals.device)
             self.tensors = [*self.params, self.tail]
             self.buckets = [Bucket(members, self.world, self.count) for members in buckets_of(self.tensors)]
             self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
-        self.checked = checked(state.opts, state.progress.step, self.world.size)
         self.next = self.own.start
         state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
 
@@ -81,17 +79,27 @@ class Slices:
         moves = self.statistics.moves(weight, v == self.count - 1, self.kind)
         return torch.cat([moves.to(totals.device), totals.to(self.kind)])
 
-    def backward(self, v, tail, output, gradient=None):
+    def backward(self, v, tail, output, checked=None):
         """The backward of slice v; slices that are left out have no samples."""
         self._skip_to(v)
-        self._sum(tail, output, gradient)
+        self._sum(tail, output)
+        if v == checked:
+            self.seen = fingerprint_of(map(gradient_of, self.tensors))
+
+    def bits_of(self, output, tail):
+        """The bits of a slice's gradient, which is not added."""
+        gradients = [torch.full_like(tensor, -0.0) for tensor in self.params]
+        for i, gradient in enumerate(torch.autograd.grad(output, self.params, allow_unused=True)):
+            if gradient is not None:
+                gradients[i] = gradient
+        return fingerprint_of([*gradients, tail])
 
     def _skip_to(self, v):
         """Slices without samples, up to v, have their places in the sum."""
         while self.next < v:
             self._sum()
 
-    def _sum(self, tail=None, output=None, gradient=None):
+    def _sum(self, tail=None, output=None):
         """The next slice, in the order of the tree: from its backward to its place in the sum."""
         self.carries = carries(self.next, self.own.start)
         if not self.carries:  # otherwise autograd adds to the gradients of the slice before
@@ -103,12 +111,10 @@ class Slices:
         if output is not None:
             self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
             if output.requires_grad:
-                output.backward(gradient)
+                output.backward()
         for bucket in self.filling:  # with what this slice does not use
             bucket.waiting.clear()
         self._collect()
-        if self.next == self.checked:
-            self.seen = fingerprint_of(map(gradient_of, self.tensors))
         self.next += 1
 
     def _ready(self, p):
@@ -137,8 +143,8 @@ class Slices:
 
     # ---- the rest of the tree ---------------------------------------------------------------------
     @torch.no_grad()
-    def finish(self, batch, state):
-        """Leaves the sum of all slices in `.grad`, updates buffers; returns this rank's share of totals."""
+    def finish(self):
+        """Leaves the sum of all slices in `.grad`, updates buffers; returns the totals."""
         self._skip_to(self.own.stop)
         for bucket in self.buckets:
             bucket.add()
@@ -148,15 +154,8 @@ class Slices:
             for tensor, total, first in zip(bucket.members, bucket.views[0], firsts, strict=True):
                 unused = tensor.requires_grad and is_missing(total, first)  # the tail is always there
                 tensor.grad = None if unused else total
-        self.move_buffers()
-        totals = self.tail.grad[self.statistics.numel :].double()
-        end_mean(state, totals[1], batch.size, lambda total: total)
-        # every replica has all totals; callers add those of the ranks
-        return totals if self.world.rank == 0 else torch.zeros_like(totals)
-
-    def move_buffers(self):
-        """By the sum of what all slices have changed."""
         self.statistics.apply(self.tail.grad[: self.statistics.numel])
+        return self.tail.grad[self.statistics.numel :].double()
 
 
 class Bucket:

@@ -4,10 +4,10 @@ From a test set to metrics: replicas share blocks of a fixed size; each block ha
 all ranks add the rows in one order, and divide once.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from common.data import loaded
 from common.sampler import seed
@@ -22,10 +22,10 @@ BLOCK_LOGITS = 1 << 24  # outputs per forward, if these are fewer samples: 64 Mi
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task: Task | None = None) -> dict:
+def evaluate(model: Callable, split: Any, state: TrainState, world: World, task: Task) -> dict[str, Any]:
     """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
     state.net.eval()
-    task = task or state.task
+    predictions = torch.empty(0)  # and labels, of the last block
     blocks = torch.arange(len(split)).split(block_size(split, state.opts))
     mine = range(world.rank, len(blocks), world.size)
     cuts = ([blocks[number].tolist()] for number in mine)
@@ -37,15 +37,14 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
             seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world
             if samples is None:  # they are bad
                 continue
-            values = task(model, placed(samples, world.device, state.opts), state)
-            if not task.names:
-                task.learn(values, world.output)
-            counted = task.add(task.zeros(world.output), values)
+            values = task(model, placed(samples, world.device, state.opts))
+            predictions = values.pop("predictions", predictions)
+            counted = task.counted(values)
             rows[number] = counted[: 2 * len(task.names)].clone()
             totals = counted + totals
     task.agree(world)
     # whole numbers have the same sum in any order, others are added in that of the blocks
-    totals = world.all_sum(task.zeros("cpu") + totals.cpu())
+    totals = world.all_sum(task.zeros() + totals.cpu())
     table = torch.zeros(len(blocks), 2 * len(task.names), dtype=torch.float64)
     for number, row in rows.items():
         table[number] = row
@@ -53,8 +52,8 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
     totals[: len(sums)] = sums
     metrics = {f"val_{name}": value for name, value in task.metrics(totals).items()}
     if len(split) <= SHOWN_SAMPLES:
-        is_whole = task.predictions.shape == (2, len(split))  # the last block had all samples
-        for pair in filter(None, gather(world, is_whole and task.predictions.tolist())):
+        is_whole = predictions.shape == (2, len(split))  # the last block had all samples
+        for pair in filter(None, gather(world, is_whole and predictions.tolist())):
             metrics["predictions"], metrics["labels"] = pair
     return metrics
 

@@ -2,16 +2,14 @@
 
 import inspect
 import math
-from collections import UserDict, defaultdict
-from types import MappingProxyType
+from collections import defaultdict
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import UserError, blamed, warn
 from common.options import Options, call_user
-from common.sampler import seeded
-from common.training.unsaved import remembered_aside
+
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     """The optimizer of --optimizer over all weights that train; TrainState makes its state."""
@@ -81,10 +79,6 @@ def check_groups(optimizer, net):
             f"the optimizer has a weight of shape {[*strangers.pop().shape]} that is not the net's\n"
             "ranks would not average its gradient, and no checkpoint would hold it: make it a part of the net"
         )
-    if any(group.get("dampening") for group in groups_of(optimizer)):
-        raise UserError(
-            "the optimizer has dampening, which would damp its first step, too, unlike torch\nleave it out"
-        )
     hooked = [name for name, p in net.named_parameters() if p._backward_hooks]
     if hooked:
         warn(
@@ -100,100 +94,31 @@ def check_groups(optimizer, net):
             )
 
 
-# ---- the state it begins with ----
-class FirstValues(UserDict):
-    """A weight's state; `first` keeps what the optimizer put there first, before its step changed it."""
-
-    def __init__(self, given):
-        self.first = {}
-        super().__init__(given)
-
-    def __setitem__(self, name, value):
-        if not isinstance(value, Tensor) and value is not None:
-            raise TypeError(f"its state has {name}, which no checkpoint would hold: keep a tensor instead")
-        if name == "ema":
-            raise TypeError("its state has 'ema', which in a checkpoint is an averaged weight: rename it")
-        self.first.setdefault(name, None if value is None else value.clone())
-        super().__setitem__(name, value)
+# ---- its state, by names ----
+def named_state(optimizer, names):
+    """{"weight/key": tensor} of what it remembers of each weight."""
+    named = {}
+    for i, part in enumerate(parts_of(optimizer)):
+        for p, values in part.state.items():
+            for key, value in values.items():
+                if torch.is_tensor(value):
+                    named[f"{names[p]}/{f'{i}.' if i else ''}{key}"] = value
+    return named
 
 
-@torch.no_grad()
-def make_state(optimizer):
-    """Gives each weight the state that the optimizer makes in its first step, as it is before that step.
-
-    So a checkpoint has the same names at step 0 and at step 1000. The step is made without a gradient, and
-    without weight decay, which SGD would remember.
-    """
+def take_state(optimizer, names, tensors):
+    """Gives it what `named_state` has returned; a counter lies where torch's own would."""
     parts = parts_of(optimizer)
-    groups = [part.param_groups for part in parts]
-    for i, part in enumerate(parts):
-        for other in parts:
-            other.param_groups = []  # it must not step on the net's weights
-        part.param_groups = groups[i]
-        before = remembered_aside(part)
-        _make_state(part)
-        changed = [name for name, value in remembered_aside(part).items() if before.get(name) != value]
-        if changed:
-            raise UserError(
-                f"a step of {type(part).__name__} changes its {changed[0]}, which no checkpoint holds\n"
-                "wanted: tensors in the state of each weight, or optimizers as its attributes"
-            )
-    for part, own in zip(parts, groups, strict=True):
-        part.param_groups = own
-
-
-def _make_state(optimizer):
-    groups = optimizer.param_groups
-    states = optimizer.state
-    weights = [(group, weight) for group in groups for weight in group["params"]]
-    is_torchs = type(optimizer).__module__.startswith("torch.")
-    zeros = {}  # by kinds of weights: a state that begins with nothing else
-    for group, weight in weights:
-        kind = (id(group), weight.dtype, weight.device, weight.shape, weight.stride())
-        # a script may have made it before its net moved to the device; counters stay
-        given = {
-            name: value.to(weight.device) if torch.is_tensor(value) and value.dim() else value
-            for name, value in states.get(weight, {}).items()
-        }
-        if kind in zeros and not given:
-            states[weight] = {name: torch.zeros_like(value) for name, value in zeros[kind].items()}
-            continue
-        _, state = _step_of_twin(optimizer, group, weight, given, 0.0)
-        states[weight] = state.first
-        # what a user's optimizer makes may be zeros for this weight alone
-        if is_torchs and not any(value is None or value.any() for value in state.first.values()):
-            zeros[kind] = state.first
-    if weights and not is_torchs:
-        group, weight = weights[-1]
-        _, state = _step_of_twin(optimizer, group, weight, {}, 0.0)
-        afresh, _ = _step_of_twin(optimizer, group, weight, {}, 1.0)
-        made, _ = _step_of_twin(optimizer, group, weight, state.first, 1.0)
-        if not torch.equal(afresh, made):
-            raise UserError(
-                f"the first step of {type(optimizer).__name__} begins its state with the gradient\n"
-                "wanted: a state that begins with the same values whatever the gradient is"
-            )
-    optimizer.param_groups = groups
-    optimizer.state = states
-
-
-def _step_of_twin(optimizer, group, weight, given, gradient):
-    """(a copy of the weight after a step from the `given` state, that state)."""
-    twin = weight.detach().clone()
-    twin.grad = torch.full_like(twin, gradient)
-    state = FirstValues(given)
-    # It cannot be changed: no checkpoint would hold that.
-    optimizer.param_groups = [MappingProxyType(group | {"weight_decay": 0.0, "params": [twin]})]
-    optimizer.state = defaultdict(dict, {twin: state})
-    with (
-        seeded("step of twin"),
-        blamed(
-            f"a step of {type(optimizer).__name__}",
-            "wanted: other --optimizer-args; a step() without a closure; no change of its groups",
-        ),
-    ):
-        inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks: they belong to real steps
-    return twin, state
+    weights = {name: p for p, name in names.items()}
+    groups = {id(p): group for part in parts for group in part.param_groups for p in group["params"]}
+    for name, tensor in tensors.items():
+        weight, _, key = name.rpartition("/")
+        number, dot, rest = key.partition(".")
+        part = parts[int(number)] if dot else parts[0]
+        p = weights[weight]
+        group = groups[id(p)]
+        on_device = tensor.dim() or group.get("fused") or group.get("capturable")
+        part.state[p][rest or key] = tensor.to(p.device if on_device else "cpu")
 
 
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
@@ -206,13 +131,6 @@ def unscale(state):
     for mark in marks.values():  # the optimizer adds them up, and accepts only 0 or 1
         mark.zero_()
     marks[state.device] = overflows.clamp_(max=1.0)
-
-
-def end_mean(state, counted, size, add):
-    """Ends the mean where a task counts other things than samples; `add` sums over all ranks."""
-    if not state.task.counts_samples:
-        total = add(counted.clone())
-        divide(state.gradients, torch.where(total == 0, 1.0, total / size))
 
 
 def divide(gradients, divisor):

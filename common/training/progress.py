@@ -16,8 +16,10 @@ Facts = dict[str, Any]  # ready for JSON
 class Progress:
     """Steps, epochs, samples and evaluations of a run."""
 
-    def __init__(self, opts: Options, samples: int):
+    def __init__(self, opts: Options, samples: int, turns: int = 1):
         self.opts = opts
+        self.turns = turns  # steps with each batch
+        self.turn = 0
         self.samples = samples  # in an epoch
         self.step = 0
         self.epoch = 0
@@ -33,6 +35,7 @@ class Progress:
             "step": self.step,
             "epoch": self.epoch,
             "position": self.position,
+            "turn": self.turn,
             "order": [self.samples, self.opts.seed],
             "best": self.best,
             "record": self.record,
@@ -44,6 +47,7 @@ class Progress:
         self.step = facts["step"]
         self.epoch = facts["epoch"]
         self.position = facts["position"]
+        self.turn = facts.get("turn", 0)
         self.best = facts["best"]
         self.record = facts["record"]
         self.evaluated = facts["evaluated"]
@@ -51,12 +55,15 @@ class Progress:
         epoch_was_over = self.position >= samples
         if facts["order"] != [self.samples, self.opts.seed]:
             self.position = self.samples if epoch_was_over else 0
+            self.turn = 0
 
     # ---- steps and epochs ----
     def count(self, size: int) -> None:
         """Counts a step of so many samples."""
         self.step += 1
-        self.position += size
+        self.turn = (self.turn + 1) % self.turns
+        if not self.turn:
+            self.position += size
         self.stepped = time.time()
 
     @property
@@ -75,7 +82,8 @@ class Progress:
 
     @property
     def total_steps(self) -> int:
-        whole = self.step - self.planned + self.opts.epochs * self.steps_per_epoch
+        left = self.opts.epochs * self.steps_per_epoch - self.planned
+        whole = self.step - self.turn + left * self.turns
         return min(whole, self.opts.max_steps or whole)
 
     @property
@@ -131,7 +139,7 @@ class Progress:
     @property
     def impatient(self) -> bool:
         """--patience: the evaluation of this step is one of so many that are no better than the best."""
-        between = max(1, self.opts.eval_every) * self.steps_per_epoch
+        between = max(1, self.opts.eval_every) * self.steps_per_epoch * self.turns
         worse = (self.step - self.best["step"]) // between
         at_epoch = self.position in (0, self.samples)  # a script may report in between, on one rank
         return 0 < self.opts.patience <= worse and self.evaluated_now and at_epoch

@@ -1,27 +1,25 @@
 """A net made ready: on its device, with the layers of the options, and a replica on each rank or device."""
 
 import inspect
-from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from common.data import Data, leaves, map_tensors
+from common.data import leaves, map_tensors
 from common.device import is_gpu
 from common.errors import UserError
 from common.options import Options
 from common.training.bitwise import Slices
-from common.training.tasks import OWN, Task, autocast
+from common.training.tasks import AMP, OWN, autocast
+from common.training.turns import Turns
 from common.world import World
 
 
-def prepare(
-    net: nn.Module, opts: Options, world: World, data: Data, task: Task, device: torch.device | None = None
-) -> nn.Module:
-    """The net with the layers and the memory layout of the options, on `device`; names do not change."""
-    device = device or world.device
+def prepare(net: nn.Module, opts: Options, world: World) -> None:
+    """Gives the net the layers and the memory layout of the options; names do not change."""
     gpu = is_gpu(world.device)
     for flag, on in {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}.items():
         if on and not gpu:
@@ -30,49 +28,32 @@ def prepare(
                 "leave it out, or make a GPU visible"
             )
     has_state_of_its_own = any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules())
-    if gpu and has_state_of_its_own and (opts.virtual_ranks or opts.recompute):
+    if gpu and has_state_of_its_own and opts.virtual_ranks:
         raise UserError(
             "cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
-            "--virtual-ranks and --recompute would have other bits each time\n"
+            "--virtual-ranks would have other bits each time\n"
             "put nn.Dropout between RNNs of one layer"
         )
     torch.autograd.set_detect_anomaly(opts.debug)
     if opts.channels_last:
-        net = net.to(memory_format=torch.channels_last)
+        net.to(memory_format=torch.channels_last)
     for module in net.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False  # the same numbers; sparse gradients have no fused update and no fixed sum
+
+
+# ---- where the net goes: what a loop calls -------------------------------------------------------------
+def on_device(net: nn.Module, opts: Options, world: World) -> nn.Module:
+    """On the device of this process."""
     if len(places_of(net)) == 1:  # else its author has placed it
-        net = net.to(device)
-    task.try_out(net, data, opts, device)
-    return net
+        net.to(world.device)
+    return torch.compile(net) if opts.compile else net
 
 
-
-def places_of(net: nn.Module) -> list[torch.device]:
-    """The devices of its weights, in their order."""
-    return [*dict.fromkeys(p.device for p in net.parameters())]
-
-
-def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module | Slices:
-    """A replica on every rank; gradients are averaged while backward runs. In train_dp.py one a device."""
-    if opts.virtual_ranks:
-        return Slices(net, world, opts.virtual_ranks)
-    if opts.script == "dp" and len(world.devices) > 1:
-        return replicate(net, opts, world)
-    net = torch.compile(net) if opts.compile else net
-    if world.size == 1:
-        return net
-    # `backward` averages buffers once a step; DDP would copy those of rank 0, which sees only its own share.
-    known = inspect.signature(DistributedDataParallel).parameters
-    off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
-    # In a script rank 0 need not send its weights: the store has compared them. One's own may not seed.
-    flags = {off: False, "init_sync": opts.task == OWN, "gradient_as_bucket_view": True}
-    return DistributedDataParallel(Replica(net), **flags)
-
-
-def replicate(net, opts, world):
-    """One process, which scatters the batch over its devices."""
+def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
+    """On all devices of this process, in each forward anew: they share the batch."""
+    if len(world.devices) == 1:
+        return on_device(net, opts, world)
     if opts.compile:
         raise UserError(
             "--compile: train_dp.py copies the net to its devices in each forward, which breaks "
@@ -83,44 +64,97 @@ def replicate(net, opts, world):
             f"--devices {','.join(map(str, world.devices))}: nn.DataParallel drives devices of one kind\n"
             "name CPUs or GPUs alone"
         )
-    replica = Replica(net, partial(autocast, opts, world.device))
+    replica = Replica(net.to(world.device), partial(autocast, opts, world.device))
     if is_gpu(world.device):
-        return Replicas(replica, device_ids=[d.index for d in world.devices])
+        return DataParallel(replica, device_ids=[d.index for d in world.devices])
     return CpuReplicas(replica, len(world.devices))
 
 
-class Replica(nn.Module):
-    """The net; or, given a function of the net, what this returns: DDP then wraps a whole task.
+class Called:
+    """The net where it was placed, in the types of --amp; it has the net's attributes."""
 
-    `casting`: nn.DataParallel's threads cast to another type than --amp.
+    def __init__(self, placed, state):
+        self.placed = placed
+        self.state = state
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        state = self.state
+        state.heartbeat += 1
+        compiles_again = state.opts.compile and not torch.is_grad_enabled()
+        model = state.net if compiles_again else self.placed  # an evaluation has other shapes
+        with autocast(state.opts, state.device):
+            out = model(*inputs, **named)
+        if state.opts.amp == "off":
+            return out
+        return map_tensors(lambda x: x.float() if x.dtype in AMP.values() else x, out)
+
+    def __getattr__(self, name):
+        return getattr(self.state.net, name)
+
+
+def places_of(net: nn.Module) -> list[torch.device]:
+    """The devices of its weights, in their order."""
+    return [*dict.fromkeys(p.device for p in net.parameters())]
+
+
+# ---- how the gradient is averaged over the ranks -------------------------------------------------------
+def engines_of(
+    net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, world: World
+) -> "list[Engine]":
+    """One for each turn; None if this process is alone: autograd has the whole gradient then."""
+    turns = optimizer.order if isinstance(optimizer, Turns) else [optimizer]
+    if opts.virtual_ranks:
+        return [Slices(net, world, opts.virtual_ranks)] * len(turns)
+    if world.size == 1:
+        return [None] * len(turns)
+    # `Gradient` averages buffers once a step; DDP would copy those of rank 0, which sees only its own share.
+    known = inspect.signature(DistributedDataParallel).parameters
+    off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
+    # In a script rank 0 need not send its weights: the store has compared them. One's own may not seed.
+    flags = {off: False, "init_sync": opts.task == OWN, "gradient_as_bucket_view": True}
+    if not isinstance(optimizer, Turns):
+        return [DistributedDataParallel(Weights(net), **flags)]
+    engines = {}
+    for turn, one in enumerate(turns):
+        if one not in engines:
+            engines[one] = DistributedDataParallel(
+                Weights(nn.ParameterList(optimizer.weights(turn))), **flags
+            )
+    return [engines[one] for one in turns]
+
+
+class Weights(nn.Module):
+    """The net's weights as DDP sees them: its forward only announces the next backward.
+
+    So a loop may call the net as it likes: several times, its parts, its other methods.
     """
 
-    def __init__(self, net, casting=nullcontext):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self):
+        pass
+
+
+Engine = Slices | DistributedDataParallel | None
+
+
+class Replica(nn.Module):
+    """The net in one of nn.DataParallel's threads, which cast to another type than --amp."""
+
+    def __init__(self, net, casting):
         super().__init__()
         self.net = net
         self.casting = casting
 
     def forward(self, *args, **kwargs):
         with self.casting():
-            if args and callable(args[0]):
-                return args[0](self.net)
             return self.net(*args, **kwargs)
-
-
-class Replicas(DataParallel):
-    """nn.DataParallel; a task may also ask for the net's own parts, as it may under train_ddp.py."""
-
-    def __getattr__(self, name):
-        try:
-            return nn.Module.__getattr__(self, name)
-        except AttributeError:
-            return getattr(nn.Module.__getattr__(self, "module").net, name)
 
 
 class CpuReplicas(nn.Module):
     """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices": the path without a GPU."""
-
-    __getattr__ = Replicas.__getattr__
 
     def __init__(self, net, count):
         super().__init__()

@@ -29,15 +29,18 @@ from common.training.optimizer import (
     check_groups,
     groups_of,
     learning_rate,
-    make_state,
+    named_state,
     parts_of,
+    take_state,
     unscale,
 )
+from common.training.memory import Memory, Settings, Thing
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
-from common.training.tasks import Task, best_of, find_task
+from common.training.tasks import Task, best_of
+from common.training.turns import Turns
 from common.training.unsaved import FirstForward, warn_of_unsaved
-from common.world import has_peers
+from common.world import World, has_peers
 
 
 class TrainState:
@@ -49,16 +52,19 @@ class TrainState:
         optimizer: torch.optim.Optimizer,
         opts: Options,
         samples: int,
-        task: Task | None = None,
+        task: Task,
         schedule: Callable[[int, int], float] | None = None,
+        memory: dict[str, Thing] | None = None,
     ):
         self.net = net
         self.optimizer = optimizer
         self.opts = opts
-        self.task = task or find_task(opts)
-        self.progress = Progress(opts, samples)
+        self.task = task
+        self.turns = optimizer if isinstance(optimizer, Turns) else None
+        self.progress = Progress(opts, samples, len(self.turns.order) if self.turns else 1)
         self.rate = lambda step: learning_rate(step, opts, self.progress.steps_per_epoch, schedule)
-        best_of(opts, self.task)  # a wrong --best is told before the first step
+        if self.task.names:
+            best_of(opts, self.task)  # a wrong --best is told before the first step
         self.names = {p: name for name, p in net.named_parameters()}
         self.devices = [*dict.fromkeys(p.device for p in self.names)] or [torch.device("cpu")]
         self.device = self.devices[0]
@@ -76,9 +82,11 @@ class TrainState:
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
         self.heartbeat = 0  # moves with work of any kind: if that of no rank does, the run hangs
         self.first_forward = FirstForward(lambda: self.tensors()["model"])
-        self.rate(0)  # a schedule of one's own that fails does so before the first step
+        self.scheduled = bool(schedule or opts.lr_schedule != "constant" or opts.warmup_epochs)
         check_groups(optimizer, net)
-        make_state(optimizer)
+        self.set_rate()  # also one that a schedule begins with
+        self.settings = Memory({"settings": Settings(optimizer, self.names, self.scheduled)}, derived=True)
+        self.memory = Memory(memory or {})
         warn_of_unsaved(net, parts_of(optimizer)[-1])
 
     # ---- one step ----
@@ -86,6 +94,15 @@ class TrainState:
     def groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer, and of the optimizers that it holds."""
         return groups_of(self.optimizer)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """Those that train in this step."""
+        return (
+            self.turns.weights(self.progress.turn)
+            if self.turns
+            else [p for p in self.names if p.requires_grad]
+        )
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -113,21 +130,39 @@ class TrainState:
             yield
             self.updated = self.marks()
 
+    def end_step(self, world: World, weight: float) -> None:
+        """Once the loop has changed after a step what it wants to: it belongs to the step."""
+        try:
+            self.statistics.average(world, weight)
+        finally:  # also if a peer has died behind its update
+            with self.lock:
+                self.statistics.commit()
+                self.settings.commit()
+                self.memory.commit()
+                self.updated = mark(self.device)
+
     def finish_gradient(self) -> None:
         """Overflow check and clipping."""
         self.wait_for_gpu()
+        if self.turns:
+            self.turns.begin(self.progress.turn)
         clip = self.opts.clip_grad_norm
         if (clip or len(self.devices) > 1) and self.scaler.is_enabled():
             unscale(self)
         if clip:
             torch.nn.utils.clip_grad_norm_(self.names, clip)
 
-    def update(self, size: int) -> None:
-        """One optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
-        self.finish_gradient()
+    def set_rate(self) -> None:
+        """The learning rate of this step, for all groups."""
         rate = self.rate(self.progress.planned)
         for group in self.groups:
             group["lr"] = rate * group.get("scale", 1.0)
+
+    def update(self, size: int) -> None:
+        """One optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
+        self.finish_gradient()
+        if self.scheduled:  # else the loop may change it
+            self.set_rate()
         with self.lock:  # not `changing`: a rescue would wait for a dead collective
             if self.spoiled:
                 raise self.spoiled
@@ -151,6 +186,7 @@ class TrainState:
             weights = [p.detach().to(a.dtype) for p, a in zip(self.names, averages, strict=True)]
             torch._foreach_lerp_(averages, weights, 1 - self.opts.ema_decay)
         self.statistics.commit()
+        self.settings.commit()
         self.progress.count(size)
         self.heartbeat += 1
 
@@ -178,7 +214,9 @@ class TrainState:
             "step": progress.step,
             "epoch": progress.epoch,
             **self.task.metrics(totals),
-            "lr": self.rate(progress.planned - 1),
+            "lr": self.rate(progress.planned - (not progress.turn))
+            if self.scheduled
+            else self.groups[0]["lr"],
         }
         loss, count = totals[:2].tolist()
         if not math.isfinite(loss + count):
@@ -224,21 +262,22 @@ class TrainState:
         for name, p in self.net.named_parameters(remove_duplicate=False):
             model[name] = self.own.get(p, model[name])
         optimizer = {f"{name}/ema": average for name, average in self.ema.items()}
-        for i, part in enumerate(parts_of(self.optimizer)):
-            number = f"{i}." if i else ""
-            for p, values in part.state.items():
-                for key, value in values.items():
-                    if torch.is_tensor(value):
-                        optimizer[f"{self.names[p]}/{number}{key}"] = value
-        return {"model": model, "optimizer": optimizer}
+        optimizer |= named_state(self.optimizer, self.names)
+        return {"model": model, "optimizer": optimizer | self.settings.tensors() | self.memory.tensors()}
 
     def facts(self) -> Facts:
         """Progress and records, ready for JSON."""
         return self.progress.facts() | {"scaler": self.scaler.state_dict() or None} | facts_of(self.net)
 
     @torch.no_grad()
-    def load(self, facts: Facts) -> None:
-        """Takes the facts of a checkpoint, whose tensors are in place already."""
+    def load(self, facts: Facts, remembered: dict[str, Tensor]) -> None:
+        """Takes the facts of a checkpoint, and what is remembered beside the net, whose tensors are in place."""
+        for name, average in self.ema.items():
+            average.copy_(remembered[f"{name}/ema"])
+        of_weights = {name: t for name, t in remembered.items() if name[0] != "/" and name[-4:] != "/ema"}
+        take_state(self.optimizer, self.names, of_weights)
+        self.settings.load(remembered)
+        self.memory.load(remembered)
         self.statistics.reset()
         self.progress.load(facts)
         if facts["scaler"]:

@@ -8,25 +8,23 @@ function of {name: number or tensor}, makes numbers of them.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from types import SimpleNamespace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.data import leaves, map_tensors
-from common.errors import UserError, blamed, did_you_mean, warn
+from common.data import leaves
+from common.errors import UserError, blamed, did_you_mean
 from common.options import Options, find_function
-from common.sampler import seeded
 from common.world import gather
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_SAMPLES = 16  # of a test set that is no larger, an evaluation shows the predictions, too
 IGNORED = -100  # a target that does not count, as torch's cross entropy has it
-REDUCED_TO_MEAN = 1  # in torch's loss functions
-MOST_TERMS = 20  # of a sum of losses that are looked at
+REDUCTIONS = {"Mean": 1, "Sum": 2}  # in torch's loss functions
 OWN = "the script"  # its loop computes the loss (elastic.py)
 WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be whole numbers of one shape'
 
@@ -40,17 +38,20 @@ def criterion(out, targets, smoothing):
     return F.cross_entropy(out, targets, reduction="sum", label_smoothing=smoothing)
 
 
-def classify(net, batch, state):
+def classify(model, batch, opts):
     """The mean over samples, and over the tokens of a sample."""
-    loss, right, y = scored(net, batch, state)
-    return {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": (right, y.numel())}
+    loss, answers, y = scored(model, batch, opts)
+    values = {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": ((answers == y).sum(), y.numel())}
+    if not torch.is_grad_enabled():
+        values["predictions"] = torch.stack([answers, y])
+    return values
 
 
-def tokens(net, batch, state):
+def tokens(model, batch, opts):
     """The mean over all targets that are not IGNORED."""
-    loss, right, y = scored(net, batch, state)
+    loss, answers, y = scored(model, batch, opts)
     count = (y != IGNORED).sum()
-    return {"loss": (loss, count), "acc": (right, count)}
+    return {"loss": (loss, count), "acc": ((answers == y).sum(), count)}
 
 
 def perplexity(metrics):
@@ -70,20 +71,15 @@ def pair(batch):
     )
 
 
-def scored(net, batch, state):
-    """(summed loss, right answers, targets); in an evaluation in doubles, without label smoothing.
-
-    Right answers are counted where they are shown: in evaluations, and in a step that is logged.
-    """
-    opts = state.opts
+def scored(model, batch, opts):
+    """(summed loss, answers, targets); in an evaluation in doubles, without label smoothing."""
     x, y = pair(batch)
-    with autocast(opts, y.device):
-        if isinstance(x, Mapping):
-            out = net(**x)
-        elif isinstance(x, (tuple, list)):
-            out = net(*x)
-        else:
-            out = net(x)
+    if isinstance(x, Mapping):
+        out = model(**x)
+    elif isinstance(x, (tuple, list)):
+        out = model(*x)
+    else:
+        out = model(x)
     out = getattr(out, "logits", out)  # of a Hugging Face net
     y = y.to(out.device, non_blocking=True)
     if out.shape[:-1] != y.shape:
@@ -91,16 +87,11 @@ def scored(net, batch, state):
             f"an output of shape {tuple(out.shape)} does not fit targets of shape {tuple(y.shape)}\n"
             "wanted: the numbers of all classes in the output's last dimension, and one target for them"
         )
+    trains = torch.is_grad_enabled()
     rows = out.flatten(0, -2)
-    if not state.net.training:
-        answers = out.argmax(-1)
-        state.task.predictions = torch.stack([answers, y])
-        return criterion(rows.double(), y.flatten(), 0.0), (answers == y).sum(), y
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    loss = criterion(rows, y.flatten(), opts.label_smoothing)
-    is_logged = state.progress.next_is_logged
-    right = (out.detach().argmax(-1) == y).sum() if is_logged else 0
-    return loss, right, y
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32)) if trains else rows.double()
+    loss = criterion(rows, y.flatten(), opts.label_smoothing if trains else 0.0)
+    return loss, out.detach().argmax(-1), y
 
 
 def autocast(opts: Options, device: torch.device) -> AbstractContextManager:
@@ -111,7 +102,7 @@ def autocast(opts: Options, device: torch.device) -> AbstractContextManager:
 
 # ---- any task ----
 class Task:
-    """A function of (net, batch, state), and what is known of its values before the first step."""
+    """A function of (model, batch), and what is known of its values before the first step."""
 
     def __init__(self, function, names, finish=None, spec="", counts_samples=False):
         self.function = function
@@ -121,17 +112,32 @@ class Task:
         self.names = names  # of (sum, count)
         self.shapes = {}  # of the whole numbers, by name
         self.shown = [*names]  # names of the numbers that a person sees
-        self.predictions = torch.empty(0)  # and labels, of the last block that was evaluated
 
-    def __call__(self, net, batch, state):
-        with blamed(f"model {state.opts.model}"):
-            return self.function(net, batch, state)
+    def __call__(self, model, batch):
+        with blamed(f"--task {self.spec}"):
+            return self.function(model, getattr(batch, "data", batch))
+
+    def summed(self, loss, count, samples):
+        """(sum, count) of a loss as people write it: a mean over samples, or the sum of `count` things."""
+        if count is not None:
+            return loss, count
+        if reduced(loss, "Sum"):
+            raise UserError("the loss is a sum, of how many things?\nrun.step(loss, count), or give a mean")
+        return loss * samples, samples
 
     def minimised(self, values, tensors):
         """The sum to be minimised; if nothing counts, a 0 that depends on `tensors`."""
         loss, count = values[self.names[0]]
         if isinstance(loss, Tensor) and loss.requires_grad:
-            self.check_sum(loss)
+            if reduced(loss, "Mean"):
+                raise UserError(
+                    "the loss is a mean, wanted with a count is the sum: only sums add up over ranks with unequal "
+                    'shares\ngive the loss function reduction="sum", or in a loop run.step(loss) without a count'
+                )
+            if loss.dtype in AMP.values():
+                raise UserError(
+                    f"the loss is a sum in {loss.dtype}, of three digits\ncompute it in float32: out.float()"
+                )
             return loss
         if count:
             raise UserError(
@@ -140,22 +146,8 @@ class Task:
             )
         return nothing(tensors)
 
-    def check_sum(self, loss):
-        """UserError for a loss that torch has just made a mean, or that is summed in 16 bits."""
-        for made_by in terms_of(loss.grad_fn):
-            kind = type(made_by).__name__
-            if getattr(made_by, "_saved_reduction", 0) == REDUCED_TO_MEAN or kind.startswith("MeanBackward"):
-                raise UserError(
-                    "the loss is a mean, wanted is the sum: only sums add up over ranks with unequal shares\n"
-                    'give the loss function reduction="sum", or multiply by what the mean has divided by'
-                )
-        if loss.dtype in AMP.values():
-            raise UserError(
-                f"the loss is a sum in {loss.dtype}, of three digits\ncompute it in float32: out.float()"
-            )
-
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
-    def zeros(self, device):
+    def zeros(self, device=None):
         return torch.zeros(sum(self._sizes()), dtype=torch.float64, device=device)
 
     def _sizes(self):
@@ -166,8 +158,11 @@ class Task:
         return dict(zip([*self.names, *self.shapes], totals.split(self._sizes()), strict=True))
 
     @torch.no_grad()
-    def add(self, totals, values):
-        """Adds what one forward returned, in place."""
+    def counted(self, values):
+        """The totals of one forward, where its outputs are; the first one gives the names."""
+        if not self.names:
+            self._learn(values)
+        totals = self.zeros(next((tensor.device for tensor in leaves(values)), None))
         named = self._named(totals)
         with blamed(f"what --task {self.spec} returned", WANTED):
             for name in self.names:
@@ -194,42 +189,8 @@ class Task:
             metrics = self.finish(metrics)
         return {name: float(metrics[name]) for name in metrics if name not in self.shapes}
 
-
-    # ---- a user's own ----
-    def try_out(self, net, data, opts, device):
-        """Learns the names that a user's function returns from one sample; a mistake in it is found here."""
-        if not self.spec:
-            return
-        first = data.train.first
-        other = (first + 1) % len(data.train)
-
-        def values_of(*ids):
-            batch = map_tensors(lambda x: x.to(device), data.train.fetch(ids))
-            return self(net, batch, SimpleNamespace(opts=opts))
-
-        training = net.training
-        net.eval()
-        with torch.no_grad(), seeded(opts.seed, "task"):
-            self.learn(values_of(first), device)
-            with suppress(UserError):  # two samples may be no batch
-                alone = values_of(first), values_of(other)
-                together = [values_of(first, other) for _ in range(2)]
-                self._warn_of_no_sum(*alone, *together)
-        net.train(training)
-
-    def _warn_of_no_sum(self, *values):
-        """Loss and count of two samples are to be the sums of those of each, unless the task draws."""
-        one, two, both, again = [torch.tensor([*map(float, found[self.names[0]])]) for found in values]
-        adds_up = torch.allclose(one + two, both, rtol=1e-2, atol=1e-3)
-        if torch.equal(both, again) and not adds_up:
-            warn(
-                f"--task {self.spec}: (sum, count) of two samples is {tuple(both.tolist())}, "
-                f"of each alone they add up to {tuple((one + two).tolist())}\n"
-                "a mean, or a loss that compares samples, depends on the number of processes"
-            )
-
-    def learn(self, values, device):
-        """Takes names and shapes from what the function returned of one sample on this device."""
+    def _learn(self, values):
+        """Takes names and shapes from what the function returned of the first samples."""
         with blamed(f"what --task {self.spec} returned", WANTED):
             self.names = [name for name, value in values.items() if not isinstance(value, Tensor)]
             self.shapes = {name: [*values[name].shape] for name in values if name not in self.names}
@@ -237,7 +198,7 @@ class Task:
                 raise TypeError(f"{', '.join(self.shapes)}: numbers without a count")
             if not self.names:
                 raise TypeError("no value is a (sum, count)")
-            metrics = self.metrics(self.add(self.zeros(device), values))
+            metrics = self.metrics(self.counted(values))
         self.shown = [*dict.fromkeys([*self.names, *metrics])]
 
     def agree(self, world):
@@ -246,16 +207,10 @@ class Task:
         self.names, self.shapes = next(of_a_rank for of_a_rank in told if of_a_rank[0])
 
 
-def terms_of(made_by):
-    """What has made the terms of a sum of losses; in a long one, the last of them."""
-    terms = {made_by: None}
-    for _ in range(MOST_TERMS):
-        sums = [term for term in terms if type(term).__name__ == "AddBackward0"]
-        if not sums:
-            break
-        del terms[sums[0]]
-        terms |= dict.fromkeys(branch for branch, _ in sums[0].next_functions)
-    return terms
+def reduced(loss, how):
+    """Whether the last thing that torch has done to a loss was a "Sum" or a "Mean"."""
+    reduction = getattr(loss.grad_fn, "_saved_reduction", None)
+    return reduction == REDUCTIONS[how] or type(loss.grad_fn).__name__.startswith(f"{how}Backward")
 
 
 def nothing(tensors):
@@ -270,29 +225,24 @@ def find_task(opts: Options) -> Task:
         task.shown = []  # until it reports
         return task
     if opts.task == "classify":
-        return Task(classify, ["loss", "acc"], counts_samples=opts.bad_samples == "stop")
+        return Task(partial(classify, opts=opts), ["loss", "acc"], counts_samples=opts.bad_samples == "stop")
     if opts.task == "tokens":
-        task = Task(tokens, ["loss", "acc"], perplexity)
+        task = Task(partial(tokens, opts=opts), ["loss", "acc"], perplexity)
         task.shown.append("perplexity")
         return task
     function = find_function(opts.task)
 
-    def own(net, batch, state):
+    def own(model, batch):
         with autocast(opts, leaves(batch)[0].device):
-            return function(net, batch)
+            return function(model, batch)
 
     finish = find_function(opts.task.rpartition(":")[0] + ":finish", None)
     return Task(own, [], finish, opts.task)
 
 
-def task_of(function: Callable, name: str) -> Task:
-    """The task of a function of (net, batch, state) that Elastic has."""
-    return Task(function, [], spec=name)
-
-
 def best_of(opts, task):
     """(name, 1 or -1) of the metric whose best evaluation is kept; -1 if a lower one is better."""
-    minimised = task.names[0]
+    minimised = [*task.names, "loss"][0]
     name = opts.best.removeprefix("-") or ("acc" if "acc" in task.shown else minimised)
     if opts.best and task.shown and name not in task.shown:
         raise UserError(

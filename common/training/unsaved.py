@@ -1,7 +1,7 @@
 """What a net or an optimizer remembers, and no checkpoint holds: a resumed run lacks it.
 
-From a value to a warning: `remembered` and `remembered_aside` hash what is not saved; the hashes before and
-after a step are compared. `FirstForward` compares what is saved, which a forward may not change.
+From a value to a warning: `remembered` hashes what is not saved; the hashes before and after a step are
+compared. `FirstForward` compares what is saved, which a forward may not change.
 """
 
 import io
@@ -76,13 +76,6 @@ def remembered(net):
             own[name] = module._buffers[name]
         values |= {f"{path}.{name}".lstrip("."): value for name, value in own.items()}
     return hashes_of(values, net.state_dict().values())
-
-
-def remembered_aside(optimizer):
-    """{name: hash} of what an optimizer keeps on itself, beside the state of its weights."""
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    torchs = {*vars(torch.optim.SGD([torch.zeros(1)])), "_need_device_dtype_check_for_fused"}
-    return hashes_of({name: value for name, value in vars(optimizer).items() if name not in torchs}, weights)
 
 
 def hashes_of(values, saved):

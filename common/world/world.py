@@ -43,13 +43,7 @@ class World:
     local_size: int
     devices: tuple[torch.device, ...]
     life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
-    in_a_row: bool = False  # a net goes over the devices, not a replica to each
     store: dist.TCPStore | None = None  # of this life; None if there is one process
-
-    @property
-    def output(self) -> torch.device:
-        """Where outputs and losses are: the last of several devices."""
-        return self.devices[-1] if self.in_a_row else self.device
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +159,6 @@ def join(opts: Options) -> World:
         place.local_size,
         devices,
         uuid.uuid4().hex[:12],
-        in_a_row=opts.script == "mp",
     )
     world.use_device()
     if place.size > 1:

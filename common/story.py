@@ -1,0 +1,130 @@
+"""What a life says of itself when it begins, and whether there is anything left to train.
+
+From a run and the life before it to lines for a person, and an event for the reports and the audit.
+"""
+
+import time
+from contextlib import suppress
+
+import torch
+
+from common.checkpoint import Damaged, checkpoints, describe, read_facts
+from common.errors import UserError
+from common.ledger import deaths_of, named, newest_lives
+from common.options import Options, read_options
+from common.place import here, this_process
+
+
+def complete(opts: Options) -> str:
+    """One line, if the last life of this run ended well with a whole checkpoint of its last step; else ""."""
+    if opts.eval_only or opts.resume != "auto":
+        return ""
+    with suppress(OSError, LookupError, StopIteration, Damaged, UserError):  # the store says what is wrong
+        step, folder = checkpoints(opts.run_dir)[0]
+        _, facts = read_facts(step, folder)
+        ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
+        if not ended:
+            return ""
+        last = next(newest_lives(opts.run_dir))
+        # without "done" an evaluation may be saved, and not written down
+        ended_well = any(event["step"] == step for event in named(last, "done"))
+        same = not opts.compare(read_options(opts.run_dir))
+        if ended_well and same and describe(step, folder)[0]:
+            return f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole"
+    return ""
+
+
+def introduce(run, last):
+    """Prints how a life begins; one line if nothing has changed since `last`, the life before."""
+    opts = run.opts
+    size = run.world.size
+    before = last[0] if last else {}  # how it began
+    died = deaths_of(last, over=True) if last else []
+    us = this_process()
+    is_restart = before.get("job") == us["job"]
+    lines = [] if is_restart and before["world"] == size else header(run)
+    line = resumption(run)
+    if is_restart:
+        # survivors there have told of a death on their own machine; one line a machine
+        elsewhere = {
+            death["host"]: f"rank {death['rank']} on {death['host']} {death['cause']}"
+            for death in died
+            if death["host"] != us["host"]
+        }
+        lines = [*elsewhere.values(), *lines]
+        moments = [event["stepped"] for event in named(last, "left")]
+        seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
+        line += f", after {seconds:.1f} s with {size} process{'es' * (size > 1)}"
+    if run.state.scheduled and before.get("epochs", opts.epochs) != opts.epochs:  # its line may be damaged
+        line += f"; --epochs was {before['epochs']}, now the rate's schedule is that of {opts.epochs}"
+    deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
+    deaths += [f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")]
+    run.log.start([*lines, line], deaths)
+    if not (run.source or "").startswith("checkpoints/"):
+        lives = newest_lives(opts.run_dir)
+        saved = [event["step"] for life in lives for event in named(life, "save", "rescue")]
+        if saved:  # a disk is not mounted, say
+            run.log.note(
+                f"{opts.run_dir}: step {max(saved)} was saved, but no checkpoint is left; "
+                "training begins again"
+            )
+    for text in run.placed.describe() if hasattr(run.placed, "describe") else ():
+        run.log.note(text)
+
+
+def header(run):
+    """What is trained, by whom, on what, in which batches."""
+    opts = run.opts
+    world = run.world
+    data = run.data
+    parameters = [p.numel() for p in run.net.parameters()]
+    count = opts.virtual_ranks or world.size
+    shares = "slice" if opts.virtual_ranks else "share"
+    lines = [
+        f"run {opts.run_dir}   world {world.size}   life {world.life}",
+        f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process",
+        f"model {opts.model}: {sum(parameters):,} parameters   "
+        f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
+        f"global batch {opts.global_batch_size} = {count} {shares}{'s' * (count > 1)} of "
+        f"{-(-opts.global_batch_size // count)} or less   "
+        f"{run.progress.steps_per_epoch:,} steps an epoch, {run.progress.total_steps:,} in all",
+    ]
+    if run.state.scheduled and run.progress.total_steps < opts.epochs * run.progress.steps_per_epoch:
+        lines.append(f"the rate's schedule is that of {opts.epochs} epochs, --max-steps ends before it does")
+    return lines
+
+
+def resumption(run):
+    """Where a life begins."""
+    progress = run.progress
+    if run.opts.eval_only:
+        doing = "evaluating"
+    elif progress.finished:
+        doing = "complete: nothing left to train"
+    else:
+        doing = "resuming" if progress.step else "starting"
+    epoch = min(progress.epoch + 1, run.opts.epochs)
+    line = f"{doing} at step {progress.step}, epoch {epoch}, position {progress.position:,}"
+    return f"{line}, from {run.source}" if run.source else line
+
+
+def life_event(run):
+    """What the reports and the audit need of a life."""
+    pids, hosts, _ = zip(*run.rescue.watch.processes, strict=True)
+    return {
+        "world": run.world.size,
+        "restart": here().restart,
+        "job": this_process()["job"],
+        "pids": pids,
+        "hosts": hosts,
+        "step": run.progress.step,
+        "epoch": run.progress.epoch,
+        "position": run.progress.position,
+        "turns": run.progress.turns,
+        "turn": run.progress.turn,
+        "n": len(run.data.train),
+        "seed": run.opts.seed,
+        "global_batch_size": run.opts.global_batch_size,
+        "epochs": run.opts.epochs,
+        "began": run.clock.began,
+    }
