@@ -36,15 +36,7 @@ from common.checkpoint.disk import (
     write_at,
 )
 from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
-from common.checkpoint.folder import (
-    ASIDE,
-    FILES,
-    MANIFEST,
-    STATE,
-    committed,
-    folder_name,
-    free_number,
-)
+from common.checkpoint.folder import ASIDE, FILES, MANIFEST, STATE, committed, folder_name, free_number
 from common.checkpoint.layout import Layout, Named
 from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
 

@@ -25,6 +25,7 @@ from common.device import mark, wait_by_asking
 from common.errors import UserError, blamed
 from common.options import Options
 from common.sampler import seed
+from common.training.memory import Memory, Settings, Thing
 from common.training.optimizer import (
     check_groups,
     groups_of,
@@ -34,7 +35,6 @@ from common.training.optimizer import (
     take_state,
     unscale,
 )
-from common.training.memory import Memory, Settings, Thing
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
 from common.training.tasks import Task, best_of
