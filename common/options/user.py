@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import UserError, blamed
+from common.options.registry import EXTRAS
 from common.options.rules import flag_of
 
 
@@ -26,6 +27,11 @@ def find_function(place: str, *default: None) -> Any:
         if module.endswith(".py"):
             return getattr(load_file(Path(module).resolve()), name, *default)
         return getattr(importlib.import_module(module), name, *default)
+
+
+def extra(name: str) -> Any:
+    """What EXTRAS names: the one way from the core to an extra."""
+    return find_function(EXTRAS[name])
 
 
 def call_user(place: str, *arguments: object, first: bool = False) -> Any:
