@@ -1,13 +1,16 @@
 """The map of common/: folders are rooms; sampler, errors, place and device carry them.
 
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do
-not know each other (tests/whole/test_house.py checks this).
+not know each other. extras/ stands beside them: an option or a command enters it, no room imports it
+(tests/whole/test_house.py checks this, and lists what each room costs).
 
-    elastic      the loop of train_ddp.py as an iterator, for a script of one's own
-    replay       makes segments of a run once more, and compares
+    replay       the command that makes segments of a run once more, and compares
 
-    run          what surrounds a step, once for the three scripts and for elastic
-    stages       a net over several devices of one process; only train_mp.py comes here
+    extras       what a plain training never imports: more nets and datasets, reports, several devices, ...
+
+    elastic      the loop: epochs, batches, step, evaluation; the three scripts are its first users
+
+    story        what a life says of itself when it begins
 
     rescue       how a life begins and how it ends: signals, survivors' save, hangs
 

@@ -23,7 +23,9 @@ from pathlib import Path
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
 from common.errors import UserError, run_command  # noqa: E402
-from common.ledger import audit, lives_of, named, summarize  # noqa: E402
+from common.extras.audit import audit  # noqa: E402
+from common.extras.report import summarize  # noqa: E402
+from common.ledger import lives_of, named  # noqa: E402
 from common.options import read_options  # noqa: E402
 
 NPROC = "(--nproc(?:[-_]per[-_]node)?[=\0])[0-9]+"  # as flags name it, whose words are joined by \\0

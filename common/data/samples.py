@@ -13,17 +13,14 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from common.errors import UserError, blamed, one_line, warn
-from common.options import Options
-from common.sampler import hash_seed, seeded, uniforms
+from common.options import Options, extra
+from common.sampler import seeded, uniforms
 
-BLOCK_TOKENS = 2**15  # that are hashed together when a run starts,
-BLOCKS = 256  # at so many places of a file
 WORDS = (torch.int16, torch.int32, torch.int64)
 Nested = Any  # of dicts, lists and tuples, with tensors as leaves: what a collate returns
 
@@ -94,7 +91,7 @@ class TensorSamples(Samples):
     """Samples in memory: a batch costs one index operation, not one call per sample.
 
     `mean` and `std` are those of uint8 pixels scaled to 0..1, or of their channels; `augment` changes
-    pictures, as `flip` of datasets.py does.
+    pictures, as `flip` of extras/datasets.py does.
     """
 
     def __init__(self, tensors, opts, classes, mean=0.0, std=1.0, augment=None):
@@ -193,44 +190,6 @@ class DatasetSamples(Samples):
                 )
 
 
-class Windows(Samples):
-    """Sample i is tokens i*L to i*L+L of a file; its target is the L tokens that begin one later.
-
-    To train on, the file is a ring: one window leads from its end to its beginning. An epoch reads every
-    token once, but for fewer than L, which it reads twice: the last window ends where the first has begun.
-    If they move, the windows begin at another place in each epoch, so that a token gets every context, as
-    with nanoGPT's windows at random places. A test does not join end and beginning: fewer than L tokens are
-    left.
-    """
-
-    def __init__(self, numbers, opts, vocab, ring=False, move=False):
-        self.numbers = numbers
-        self.length = int(opts.dataset.partition(":")[2] or 128)
-        self.move = move
-        last = len(numbers) + self.length - 1 if ring else max(0, len(numbers) - 1)
-        super().__init__(last // self.length, opts, vocab)
-
-    def fetch(self, ids, epoch=0, augment=False):
-        """(x, y), both [samples, length]; `augment` moves the windows as (seed, epoch) say."""
-        starts = np.asarray(ids, dtype=np.int64) * self.length
-        if augment and self.move:
-            starts += hash_seed("windows", self.seed, epoch)
-        places = starts[:, None] + np.arange(self.length + 1)
-        words = np.asarray(self.numbers)[places % len(self.numbers)]
-        words = torch.from_numpy(words.astype(np.int64))
-        if words.max() >= self.classes:
-            raise UserError(
-                f"the data holds token {words.max():,}, but the vocabulary has {self.classes:,}\n"
-                "give the --vocab-size it was written with"
-            )
-        return words[:, :-1].clone(), words[:, 1:].clone()  # a task may change one of them in place
-
-    def contents(self):
-        last = max(0, len(self.numbers) - BLOCK_TOKENS)
-        for start in np.linspace(0, last, BLOCKS, dtype=np.int64):
-            yield self.numbers[start : start + BLOCK_TOKENS].tobytes()
-
-
 @dataclass(frozen=True)
 class Data(DataFacts):
     """A dataset: its two sets, and a text that changes when one of them does."""
@@ -243,7 +202,7 @@ class Data(DataFacts):
 def data_of(
     opts: Options, train: Any, test: Any, classes=None, vocab=None, fingerprint="", **pictures
 ) -> Data:
-    """The Data of two sets: each (x, y) tensors, Windows, or a map-style Dataset.
+    """The Data of two sets: each (x, y) tensors, Samples, or a map-style Dataset.
 
     `pictures` are arguments of TensorSamples. Without a fingerprint the sets are hashed.
     """
@@ -251,11 +210,11 @@ def data_of(
     for samples in (train, test):
         if isinstance(samples, tuple):
             samples = TensorSamples(samples, opts, classes, **pictures)
-        elif not isinstance(samples, Windows):
+        elif not isinstance(samples, Samples):
             samples = DatasetSamples(samples, opts, classes)
         batch = samples.look()
         if opts.task == "tokens":
-            refuse_unshifted(batch, samples.name)
+            extra("tokens")(batch, samples.name)
         sets.append(samples)
     first, second = sets
     if not fingerprint:
@@ -292,20 +251,6 @@ def as_input(x):
     if x.is_floating_point() or x.dtype == torch.uint8:
         return x.float()
     return x.long() if x.dtype in WORDS else x
-
-
-def refuse_unshifted(batch, name):
-    """UserError if labels are the words themselves: here the net would learn to copy its input."""
-    match batch:
-        case {"input_ids": Tensor() as words, "labels": Tensor() as labels} if words.shape == labels.shape:
-            real = labels >= 0
-            if real.sum() > 1 and torch.equal(words[real], labels[real]):
-                raise UserError(
-                    f"{name}: labels are the input_ids, which a model of Hugging Face shifts; "
-                    "--task tokens does not\n"
-                    "let collate(samples) shift them: labels[t] is input_ids[t + 1], -100 at the end; "
-                    "or take the model's own loss: --task path/to/file.py:function"
-                )
 
 
 def bytes_of(tensor):

@@ -109,7 +109,7 @@ def lines_back(path):
 
 
 class Ledger:
-    """RUN/ledger.jsonl. Fields ending in `_s` are seconds; account.py tells what the events mean.
+    """RUN/ledger.jsonl. Fields ending in `_s` are seconds; FIELDS in lives.py tells what an event needs.
 
     `writer`, a life and a rank, is in each event; an event's own fields win.
     """

@@ -1,4 +1,4 @@
-"""Nets by name; a net may be cut between the children of its top-level nn.Sequential.
+"""The nets that a first run needs; `build_model` makes any net, also one of a user's own.
 
 To add one, write a function that takes the facts of the data (classes, sample_shape, vocab) and returns an
 nn.Module, and name it in MODELS of options/registry.py. One in a file of your own needs no edit here:
@@ -14,20 +14,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from common.checkpoint import facts_of, weights_of
+from common.checkpoint import facts_of
 from common.data import DataFacts
 from common.errors import UserError, blamed
-from common.models.weights import freeze, load_weights
-from common.options import MODELS, Options, call_user, find_function, read_options, refuse_foreign_code
+from common.options import MODELS, Options, call_user, extra, find_function
 from common.sampler import seeded
-
-
-class LastHidden(nn.LSTM):
-    """An LSTM that returns only its last hidden state, so that it fits into an nn.Sequential."""
-
-    def forward(self, x):
-        _, (hidden, _) = super().forward(x)
-        return hidden[-1]
 
 
 class Halve(nn.Module):
@@ -64,31 +55,6 @@ def build_mlp(data):
     )
 
 
-def build_lstm(data):
-    """A text classifier: embedding, one LSTM, a linear layer on its last hidden state."""
-    return nn.Sequential(
-        OrderedDict(
-            embedding=nn.Embedding(data.vocab, 50),
-            lstm=LastHidden(50, 50, batch_first=True),
-            fc=nn.Linear(50, data.classes),
-        )
-    )
-
-
-def build_torchvision(name, data):
-    """Any classifier of torchvision.models, untrained, with the data's number of channels and classes."""
-    with blamed(f"model {name} is none of {', '.join(MODELS)}; torchvision", "pip install torchvision"):
-        from torchvision import models
-    net = models.get_model(name, weights=None, num_classes=data.classes)
-    channels = data.sample_shape[0]
-    conv = next(module for module in net.modules() if isinstance(module, nn.Conv2d))
-    if conv.in_channels != channels:
-        conv.in_channels = channels
-        conv.weight = nn.Parameter(torch.empty(conv.out_channels, channels, *conv.kernel_size))
-        conv.reset_parameters()
-    return net
-
-
 def build_model(opts: Options, data: DataFacts) -> nn.Module:
     """The net that `opts.model` names, on the CPU; its weights depend only on opts.seed and --init-from."""
     name, *size = opts.model.split(":")
@@ -100,23 +66,39 @@ def build_model(opts: Options, data: DataFacts) -> nn.Module:
         elif name in MODELS:
             net = find_function(MODELS[name])(data, *size)
         else:
-            net = build_torchvision(name, data)
+            net = extra("torchvision")(name, data)
         make_lazy_weights(net, data)
         net = net.cpu()
         check_net(net, opts.model)
     kept = {field.name: getattr(data, field.name, None) for field in fields(DataFacts)}
     vars(net)["_facts"] = facts_of(net) | {"data": kept}
     if opts.init_from:
-        load_weights(net, opts)
+        extra("init_from")(net, opts)
     if opts.sync_bn:  # into new modules, so before some of them are frozen
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    freeze(net, opts.freeze)  # last, as a net may freeze parts of itself in train()
+    train_but_for_frozen_parts(net)  # last, as a net may freeze parts of itself in train()
+    if opts.freeze:
+        extra("freeze")(net, opts.freeze)
     if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
         raise UserError(
             f"model {opts.model}: no weight of it trains\n"
             "give it weights with requires_grad, or --freeze fewer"
         )
     return net
+
+
+def train_but_for_frozen_parts(net):
+    """Parts that the model's function has frozen and put into evaluation mode stay in it; others train."""
+    for module in net.modules():
+        trains = [p.requires_grad for p in module.parameters()]
+        if trains and not any(trains) and not module.training:
+            stay_in_evaluation(module)
+    net.train()
+
+
+def stay_in_evaluation(module: nn.Module) -> None:
+    """net.train() calls train() of every module: this one does nothing then."""
+    module.eval().train = lambda mode=True: module
 
 
 @torch.no_grad()
@@ -126,42 +108,6 @@ def make_lazy_weights(net, data):
         kind = torch.int64 if data.vocab else torch.float32
         net.eval()(torch.zeros(1, *data.sample_shape, dtype=kind))
         net.train()
-
-
-def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Module:
-    """The net of a run, on the CPU and in evaluation mode: no torchrun is needed, nor the data.
-
-    Its weights are those of the best evaluation, averaged with --ema-decay; or the "newest", or of a step.
-    A `model` as "my.py:net" runs that file, in place of the one that the run names.
-    """
-    weights, facts = weights_of(Path(run), which)
-    if not facts["data"]:
-        raise UserError(
-            f"{run} was trained by a script of its own, which builds the net\n"
-            f"build it there, and give it python -m common.checkpoint {run} --best --export w.pt"
-        )
-    own = {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
-    given = read_options(run)
-    if model:
-        given["model"] = model
-    else:
-        _ask_for_its_file(run, given["model"])
-        refuse_foreign_code(run, {"model": given["model"]})
-    opts = Options(**given | own)
-    data = DataFacts(**facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
-    net = build_model(opts, data)
-    net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
-    return net.eval()
-
-
-def _ask_for_its_file(run, model):
-    """UserError if the file of --model is not here: one beside the run may be a stranger's, as the run."""
-    file, _, name = model.rpartition(":")
-    if file.endswith(".py") and not Path(file).is_file():
-        raise UserError(
-            f"{run}: there is no file {file} here\n"
-            f"name it: load({str(run)!r}, model='PATH/{Path(file).name}:{name}')"
-        )
 
 
 def check_net(net: nn.Module, name: str) -> None:
@@ -176,3 +122,12 @@ def check_net(net: nn.Module, name: str) -> None:
                 f"model {name}: its state_dict makes {path} anew each time\n"
                 "a checkpoint holds the net's own tensors: keep it in a buffer (register_buffer)"
             )
+
+
+def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Module:
+    """The net of a run, on the CPU and in evaluation mode: no torchrun is needed, nor the data.
+
+    Its weights are those of the best evaluation, averaged with --ema-decay; or the "newest", or of a step.
+    A `model` as "my.py:net" runs that file, in place of the one that the run names.
+    """
+    return extra("load")(run, which, model)

@@ -9,22 +9,28 @@ from collections.abc import Collection
 MODELS = {  # name: its function of (data), or (data, size)
     "net": "common.models.nets:build_net",
     "mlp": "common.models.nets:build_mlp",
-    "lstm": "common.models.nets:build_lstm",
-    "gpt": "common.models.gpt:build_gpt",
+    "lstm": "common.extras.nets:build_lstm",
+    "gpt": "common.extras.gpt:build_gpt",
 }
 FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")  # also of path/to/file.py:function
 DATASETS = {  # name: its function of (options), and the flags that not every dataset uses
     "digits": ("common.data.datasets:digits", ()),
-    "mnist": ("common.data.datasets:mnist", ("data_dir", "download")),
-    "fashion-mnist": ("common.data.datasets:fashion_mnist", ("data_dir", "download")),
-    "cifar10": ("common.data.datasets:cifar10", ("data_dir", "download")),
-    "imagefolder": ("common.data.datasets:imagefolder", FOLDERS),
-    "sentiment": ("common.data.datasets:sentiment", ()),
+    "mnist": ("common.extras.datasets:mnist", ("data_dir", "download")),
+    "fashion-mnist": ("common.extras.datasets:fashion_mnist", ("data_dir", "download")),
+    "cifar10": ("common.extras.datasets:cifar10", ("data_dir", "download")),
+    "imagefolder": ("common.extras.datasets:imagefolder", FOLDERS),
+    "sentiment": ("common.extras.datasets:sentiment", ()),
     "random": ("common.data.datasets:random_numbers", ()),
-    "text": ("common.data.datasets:text", ("data_dir",)),
-    "tokens": ("common.data.datasets:tokens", ("data_dir", "vocab_size")),
+    "text": ("common.extras.text:text", ("data_dir",)),
+    "tokens": ("common.extras.text:tokens", ("data_dir", "vocab_size")),
 }
 EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported only where it is asked for
+    "torchvision": "common.extras.nets:build_torchvision",
+    "init_from": "common.extras.weights:load_weights",
+    "freeze": "common.extras.weights:freeze",
+    "load": "common.extras.load:load",
+    "tokens": "common.extras.text:refuse_unshifted",
+    "workers": "common.extras.workers:from_workers",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 NAMES: dict[str, Collection[str]] = {  # of the flags that also take path/to/file.py:function

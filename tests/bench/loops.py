@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.data import batches, load_data
-from common.models.gpt import build_gpt
+from common.extras.gpt import build_gpt
 from common.options import Options
 from common.sampler import ElasticSampler
 from common.world.world import keep_memory

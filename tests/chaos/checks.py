@@ -109,7 +109,7 @@ def every_second_has_its_bucket(run, killed):
 
     Of a life that had ended well nobody misses a rank that is killed while it leaves.
     """
-    from common.ledger import summarize
+    from common.extras.report import summarize
 
     facts = summarize(run)
     buckets = facts["buckets"]

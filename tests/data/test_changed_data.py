@@ -7,7 +7,7 @@ from jobs import CLEAN
 from stores import a_life, at_step, is_at, options, refused, save, steps_of, two_checkpoints
 from test_audit import BATCH, N, live
 
-from common.ledger import audit
+from common.extras.audit import audit
 
 OTHER = "0" * 64
 

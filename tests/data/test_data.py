@@ -10,8 +10,8 @@ from test_datasets import options
 from torch.utils.data import Dataset
 
 from common.data import batches, loaded, loading
-from common.data.datasets import crop_flip
 from common.data.samples import DatasetSamples, TensorSamples
+from common.extras.datasets import crop_flip
 from common.sampler import ElasticSampler
 
 

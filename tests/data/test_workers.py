@@ -13,9 +13,9 @@ from test_data import Noisy, options
 from test_rescue import a_run
 
 from common.data import batches
-from common.data.loading import shelter
 from common.data.samples import DatasetSamples
 from common.errors import UserError
+from common.extras.workers import shelter
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
 

@@ -7,8 +7,9 @@ import json
 import pytest
 from jobs import CLEAN
 
-from common.ledger import Audit, Ledger, audit
-from common.ledger.__main__ import main
+from common.extras.audit import audit
+from common.extras.report import main
+from common.ledger import Audit, Ledger
 from common.sampler import ElasticSampler
 
 N, BATCH, SEED = 50, 8, 3  # 7 steps an epoch, the last with 2 samples

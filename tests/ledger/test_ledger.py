@@ -16,8 +16,8 @@ import pytest
 from jobs import PACED, ran
 
 from common.checkpoint.disk import sealed
-from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives, summarize
-from common.ledger.__main__ import main
+from common.extras.report import main, summarize
+from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives
 from common.ledger.ledger import lines_back, read
 from common.options import Options
 

@@ -8,7 +8,7 @@ from jobs import CLEAN, audit
 from test_verify import own, train, verify, warm_starts  # noqa: F401  (three are fixtures)
 
 from common.options import parse_options
-from common.replay import end_of
+from common.extras.replay import end_of
 
 
 @pytest.mark.usefixtures("warm_starts")

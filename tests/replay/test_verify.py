@@ -14,7 +14,7 @@ import pytest
 from jobs import ROOT, events
 
 from common.checkpoint.disk import sealed, sha, to_json
-from common.replay import main
+from common.extras.replay import main
 
 OWN = """
 import os
@@ -73,7 +73,9 @@ def warm_starts(jobs, monkeypatch):
         print(job.output if code else "", file=sys.stderr)
         return SimpleNamespace(returncode=code)
 
-    monkeypatch.setattr("common.replay.subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(
+        "common.extras.replay.subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
+    )
 
 
 @pytest.fixture

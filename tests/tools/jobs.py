@@ -340,7 +340,7 @@ def kill_at(job, run, step, rank=1, life=0, number=signal.SIGKILL):
 
 def audit(run):
     """{"missed", "repeated", "lost", "redone"} as `python -m common.ledger RUN --audit` prints them."""
-    from common.ledger import audit as count
+    from common.extras.audit import audit as count
 
     return count(Path(run))
 

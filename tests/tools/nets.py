@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.models.gpt import Block, Embedding, build_gpt
+from common.extras.gpt import Block, Embedding, build_gpt
 
 WORDS, LENGTH = 23, 12
 

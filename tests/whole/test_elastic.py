@@ -7,7 +7,7 @@ from jobs import CLEAN, ROOT, audit, kill_at, lives, rows, steps_on_disk
 from test_readme import COMMON, fenced, section
 
 from common.checkpoint.__main__ import main as checkpoints
-from common.ledger import summarize
+from common.extras.report import summarize
 
 EXAMPLE = fenced(section(COMMON, "A loop of your own"), "python")[0]
 

@@ -16,7 +16,7 @@ from test_readme import COMMON, README, fenced, section
 from torchvision import transforms
 
 from common.checkpoint.__main__ import main as checkpoints
-from common.data.datasets import imagefolder
+from common.extras.datasets import imagefolder
 from common.models import load
 from common.options import Options, as_imagefolder
 from common.sampler import ElasticSampler

@@ -2,9 +2,12 @@
 
 import ast
 import functools
+import io
 import os
 import re
 import sys
+import tokenize
+from collections import Counter
 from graphlib import TopologicalSorter
 
 import pytest
@@ -25,8 +28,8 @@ MOST_NAMES = 14  # that one door hands out
 # These alone say torch.distributed, and these alone read os.environ.
 COLLECTIVE = {f"world/{name}" for name in ("world", "rendezvous")}
 COLLECTIVE |= {f"training/{name}" for name in ("replicas", "bitwise")}
-COLLECTIVE |= {f"pipeline/{name}" for name in ("split", "transfer")}
 ENVIRON = {"place", "errors", "world/world"}
+PRICES = {}  # of what a plain training imports, by room
 TOP_LEVEL = "LICENSE README.md common launch requirements.txt tests train_ddp.py train_dp.py train_mp.py"
 MADE_BY_USE = {"runs", "data", "__pycache__"}
 A_ROOM = pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
@@ -97,14 +100,14 @@ def test_the_map_lists_every_room_once_and_this_test_sees_its_files():
 
 @pytest.mark.parametrize("path", [*FILES, *SCRIPTS], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_room_uses_the_floors_below_it_through_their_doors_and_so_does_a_script(path):
-    own = room_of(path) if path in FILES else "the top"
+    own = room_of(path) if path in FILES and path.stem != "__main__" else "the top"
     for module, name in imports(path):
         head, _, rest = module.partition(".")
         assert not head.startswith(("train_", "launch", "tests")), f"{path} imports {module}"
         if head != "common":
             continue
         room = rest.partition(".")[0] or name
-        if room == own:
+        if path in FILES and room == room_of(path):
             assert module != f"common.{own}" or path.stem == "__main__" or path.parent == HOUSE, (
                 "inside a room nobody comes in by the door"
             )
@@ -112,6 +115,8 @@ def test_a_room_uses_the_floors_below_it_through_their_doors_and_so_does_a_scrip
         assert HEIGHT[room] < HEIGHT.get(own, 1), (
             f"{own} imports {room}: a room uses the floors below it only"
         )
+        if room == "extras":  # it has no door: each file is one extra
+            continue
         assert module == f"common.{room}" and name in door(room), (
             f"{module}.{name} is not handed out by the door of {room}"
         )
@@ -160,6 +165,41 @@ def test_the_lists_of_exceptions_name_files_that_need_them():
     assert not {name for name in ENVIRON if not says(HOUSE / f"{name}.py", "os.environ")}
 
 
+PLAIN = "train_ddp.py --model net --dataset digits --max-steps 2 --eval-every 0 --run-dir"
+IMPORTED = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def test_a_plain_training_imports_no_extra_and_each_room_costs_what_is_written_here(tmp_path):
+    """Who makes a room dearer changes a line here, and a reader sees the price: code tokens, as imported."""
+    code = f"{IMPORTED}; print([m for m in sys.modules if m.split('.')[0] == 'common'])"
+    done = ran(sys.executable, "-c", code, *PLAIN.split(), tmp_path / "run", cwd=ROOT)
+    modules = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert not [module for module in modules if module.startswith("common.extras")]
+    prices = Counter()
+    for module in modules:
+        path = ROOT.joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        prices[room_of(path)] += tokens_of(path)
+    print(f"a plain training imports {prices.total():,} tokens: {dict(prices)}")
+    dearer = {room: price for room, price in prices.items() if price > PRICES.get(room, 0)}
+    cheaper = {room: price for room, price in PRICES.items() if price > prices[room] + 100}
+    assert not dearer and not cheaper, f"mend PRICES: it is now {dict(prices)}"
+
+
+def tokens_of(path):
+    """How much code there is to read: no comment, no docstring, no line end."""
+    text = path.read_text(encoding="utf-8")
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    docs = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    code = [t for t in tokens if t.string.strip() and t.type != tokenize.COMMENT]
+    return sum(not (t.type == tokenize.STRING and t.start[0] in docs) for t in code)
+
+
 @A_SCRIPT
 def test_a_script_asks_for_no_rank_and_calls_no_collective(path):
     named = {module for module, _ in imports(path) if module.startswith("torch.distributed")}
@@ -182,7 +222,7 @@ def test_a_script_asks_for_no_rank_and_calls_no_collective(path):
 def test_the_optimizer_steps_within_30_lines_of_the_loop_over_batches(path):
     lines = path.read_text().splitlines()
     loop = next(i for i, line in enumerate(lines) if line.strip().startswith("for batch in"))
-    assert any("state.update(" in line for line in lines[loop : loop + 30])
+    assert any("run.step(" in line for line in lines[loop : loop + 30])
 
 
 def test_options_and_what_they_need_import_without_torch_or_numpy():

@@ -11,7 +11,7 @@ import time
 import pytest
 from jobs import CLEAN, PACED, ROOT, TESTS, audit, children, command, events, lives, until, wait_for
 
-from common.ledger import summarize
+from common.extras.report import summarize
 
 TORCHRUN = ROOT / "launch" / "torchrun.py"
 NOHUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # these tests run under nohup

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from common.checkpoint import facts_of
 from common.errors import UserError, blamed
+from common.models import stay_in_evaluation
 
 
 @torch.no_grad()
@@ -71,25 +72,15 @@ def read_weights(path):
 def freeze(net, prefixes):
     """--freeze: weights with these prefixes do not train, and their modules stay in evaluation mode.
 
-    So their BatchNorm uses the statistics it has and keeps them, and their dropout is off. So are parts that
-    the model's function has frozen and put into evaluation mode; others train, as in a loop with net.train().
+    So their BatchNorm uses the statistics it has and keeps them, and their dropout is off.
     """
-    frozen = {name for name, module in net.named_modules() if not module.training and is_frozen(module)}
-    net.train()
     check_prefixes("--freeze", prefixes, [name for name, _ in net.named_parameters()])
     for name, parameter in net.named_parameters():
         if name.startswith(prefixes):
             parameter.requires_grad_(False)
     for name, module in net.named_modules():
-        if name in frozen or (name and f"{name}.".startswith(prefixes)):
-            # net.train() calls it on every module
-            module.eval().train = lambda mode=True, module=module: module
-
-
-def is_frozen(module):
-    """Whether it has weights, and none of them trains."""
-    trains = [p.requires_grad for p in module.parameters()]
-    return bool(trains) and not any(trains)
+        if name and f"{name}.".startswith(prefixes):
+            stay_in_evaluation(module)
 
 
 def check_prefixes(flag, prefixes, names):

@@ -1,0 +1,116 @@
+"""Datasets by name, beside the two that the core has; each is named in DATASETS (options/registry.py).
+
+--dataset sentiment                            # the two sentences of the tutorial
+--dataset mnist | fashion-mnist | cifar10      # in --data-dir; --download fetches them
+--dataset imagefolder --data-dir DIR           # DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg
+
+Nothing in a data file is ever executed.
+"""
+
+import hashlib
+import os
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from common.data import data_of
+from common.errors import UserError, blamed
+
+
+# ---- sentiment ----
+def sentiment(opts):
+    """The two sentences of the tutorial, both for training and for the test."""
+    good = [2, 3, 4, 5]  # I love this movie
+    bad = [1, 5, 6, 7]  # This movie is terrible; "This" is not "this", but an unknown word
+    both = (torch.tensor([good, bad]), torch.tensor([1, 0]))
+    return data_of(opts, both, both, 2, vocab=8)
+
+
+# ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----
+def flip(x, u):
+    """Mirror half of the images."""
+    mirrored = u < 0.5
+    x[mirrored] = x[mirrored].flip(3)
+    return x
+
+
+def crop_flip(x, u):
+    """Move each image by up to 4 pixels in both directions (zeros come in), and mirror half of them."""
+    height, width = x.shape[2:]
+    choice = (u * (9 * 9 * 2)).long()
+    places = F.pad(x, (4, 4, 4, 4))
+    places = places.unfold(2, height, 1).unfold(3, width, 1)
+    down = choice // 2 % 9
+    right = choice // 18
+    moved = places[torch.arange(len(x)), :, down, right]
+    return flip(moved, 1 - choice % 2)
+
+
+# ---- small pictures, by torchvision ----
+def published(name, opts, **pictures):
+    """MNIST and Fashion-MNIST from IDX files, CIFAR-10 from pickles of the published checksum alone."""
+    from filelock import FileLock
+    from torchvision import datasets
+
+    one_rank = FileLock(Path(opts.data_dir, ".download")) if opts.download else nullcontext()
+    pairs = []
+    for train in (True, False):
+        with one_rank:
+            read = getattr(datasets, name)(opts.data_dir, train=train, download=opts.download)
+        x = torch.as_tensor(read.data)
+        x = x.unsqueeze(1) if x.dim() == 3 else x.permute(0, 3, 1, 2)
+        pairs.append((x, torch.as_tensor(read.targets)))
+    return data_of(opts, *pairs, 10, **pictures)
+
+
+mnist = partial(published, "MNIST", mean=0.1307, std=0.3081)
+
+
+fashion_mnist = partial(published, "FashionMNIST", mean=0.2860, std=0.3530, augment=flip)
+
+
+cifar10 = partial(
+    published, "CIFAR10", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), augment=crop_flip
+)
+
+
+# ---- a folder of images ----
+def imagefolder(opts):
+    """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout."""
+    from torchvision import datasets, transforms
+
+    size = opts.image_size
+    plain = [transforms.Resize(size * 256 // 224), transforms.CenterCrop(size)]
+    changed = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    numbers = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+
+    def pictures(name, steps):
+        transform = transforms.Compose(steps + numbers)
+        return datasets.ImageFolder(Path(opts.data_dir, name), transform, loader=decode)
+
+    train = pictures("train", plain if opts.augment == "none" else changed)
+    val = pictures("val", plain)
+    if train.classes != val.classes:
+        raise UserError(
+            f"dataset imagefolder: train and val of {opts.data_dir} have different classes\n"
+            f"only in one: {', '.join(sorted({*train.classes} ^ {*val.classes})[:5])}"
+        )
+    digest = hashlib.sha256()  # of names and sizes: to read all of ImageNet would take minutes
+    for path, label in train.samples + val.samples:
+        name = os.path.relpath(path, opts.data_dir)
+        digest.update(repr((name, label, os.path.getsize(path))).encode())
+    return data_of(opts, train, val, len(train.classes), fingerprint=digest.hexdigest())
+
+
+def decode(path):
+    """The image in a file, in RGB."""
+    from PIL import Image
+
+    way_out = "mend it and resume with --accept-data-change; or --run-dir NEW with --bad-samples skip"
+    with blamed(f"{path} is not an image that can be read", way_out), Image.open(path) as image:
+        if image.mode[0] in "IF":
+            raise ValueError(f"mode {image.mode}: in RGB, of 8 bits, it would be white")
+        return image.convert("RGB")

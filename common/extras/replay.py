@@ -1,0 +1,168 @@
+"""Makes segments of a run once more, each between two checkpoints that it keeps, and compares their ends.
+
+    python -m common.replay verify RUN            # one segment, drawn at random
+    python -m common.replay verify RUN --all      # every one; or --segments K, or --from A --to B
+    python -m common.replay verify RUN --nproc 2  # with two processes
+
+A segment from step A to step B is a fork of the run (--fork RUN --at A --max-steps B) in a scratch folder.
+Start it where the training was started: relative paths count from there. More flags go to the training: a
+file in RUN itself, or of another user, runs only if you name it too (--model RUN/net.py:f). Exit code 0: the
+same; 1: something differs; 2: it cannot be done.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from itertools import chain, pairwise
+from pathlib import Path
+
+from common.checkpoint import checkpoints, describe, read_facts
+from common.errors import UserError, run_command, say
+from common.ledger import lives_of, named
+from common.options import read_options
+
+HOUSE = Path(__file__).resolve().parents[2]
+QUIET = [
+    "--save-every=0",
+    "--save-seconds=0",
+    "--keep-every=0",
+    "--eval-every=1",
+    "--patience=0",
+    "--no-tensorboard",
+]
+
+
+def _make_again(run, begin, end, folder, nproc, flags):
+    """Trains steps `begin` + 1 to `end` once more, in another run folder."""
+    is_dp = read_options(run)["script"] == "dp"
+    script = "train_dp.py" if is_dp else "train_ddp.py"  # for train_mp.py too
+    lives = [life for life, *_ in lives_of(run)]
+    life = [life for life in lives if life["step"] <= max(begin, lives[0]["step"])][-1]
+    command = [sys.executable]
+    if nproc > 1:
+        command += [str(HOUSE / "launch/torchrun.py"), "--max_restarts=0", f"--nproc_per_node={nproc}"]
+    command += [
+        str(HOUSE / script),
+        *flags,
+        f"--fork={run}",
+        f"--at={begin}",
+        f"--epochs={life['epochs']}",  # a later life may have more
+        f"--max-steps={end}",
+        f"--run-dir={folder}",
+        *QUIET,
+    ]
+    code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+    if code:
+        raise UserError(
+            f"steps {begin + 1} to {end} of {run} cannot be made again (see above)\n"
+            f"{script} ended with exit code {code}"
+        )
+
+
+def end_of(run: Path, step: int) -> tuple[str, int, dict]:
+    """(digest, samples trained on, best evaluation) of a checkpoint, of which each byte is read.
+
+    UserError if it is damaged.
+    """
+    folder = _kept_by(run)[step]
+    whole, line = describe(step, folder)
+    if not whole:
+        raise UserError(f"{run}/checkpoints/{line}\nmove it away to compare the others")
+    _, facts = read_facts(step, folder)
+    samples, _ = facts["order"]
+    # not epoch and position: at the end of an epoch it may be counted, or not yet
+    return line.split()[-1], facts["epoch"] * samples + facts["position"], facts["best"]
+
+
+def _first_difference(run, again):
+    """The first step of both that --digest-every has noted with another digest."""
+
+    def digests(folder):
+        events = named(chain(*lives_of(folder)), "digest")
+        return {(event["step"], event["model"], event["optimizer"]) for event in events}
+
+    return min((step for step, *_ in digests(again) - digests(run)), default=None)
+
+
+def _kept_by(run):
+    """{step: checkpoint}, of one step that with the latest facts."""
+    return dict(reversed(checkpoints(run)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m common.replay",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verify", choices=["verify"], help="make segments again and compare")
+    parser.add_argument("run", type=Path, help="the folder of a run that keeps checkpoints (--keep-every)")
+    parser.add_argument("--segments", type=int, default=1, help="so many, drawn at random (default: 1)")
+    parser.add_argument("--all", action="store_true", help="every segment")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="every one from this step on")
+    parser.add_argument("--to", type=int, default=sys.maxsize, dest="last", help="every one up to this step")
+    parser.add_argument("--nproc", type=int, default=1, help="processes (default: 1)")
+    args, flags = parser.parse_known_args(argv)
+    return run_command(lambda: _verify(args, flags), f"{args.run} cannot be verified")
+
+
+def _verify(args, flags):
+    """Prints a line a segment; the exit code is 1 if one ends differently."""
+    run = args.run
+    if not read_options(run)["virtual_ranks"]:
+        say("without --virtual-ranks other bits prove nothing: processes and starts decide them, too")
+    segments = _chosen(args)
+    wrong = 0
+    for begin, end in segments:
+        digest, position, best = end_of(run, end)
+        best_before = end_of(run, begin)[2] if begin else {"step": 0}
+        with tempfile.TemporaryDirectory() as scratch:
+            again = Path(scratch, "run")
+            _make_again(run, begin, end, again, args.nproc, flags)
+            rows = [json.loads(line) for line in open(again / "metrics.jsonl")]
+            new_digest, new_position, _ = end_of(again, end)
+            first = _first_difference(run, again)
+        if new_digest != digest:
+            result = "differs" + (f", from step {first} at the latest" if first else "")
+        elif new_position != position:
+            result = "differs in its position"
+        elif best == best_before:
+            result = "same"
+        else:
+            result = _proof_of(best, rows)
+        wrong += not result.startswith("same")
+        say(f"steps {begin} to {end}: {result}")
+    say(f"{len(segments) - wrong} of {len(segments)} segments are the same")
+    return int(wrong > 0)
+
+
+def _proof_of(best, rows):
+    """Whether the rows of the new metrics.jsonl have this best evaluation, in words."""
+    for row in rows:
+        is_evaluation = {*best} & {*row} - {"loss", "step"}
+        if is_evaluation and row["step"] == best["step"]:
+            return "same" if {*best.values()} <= {*row.values()} else "differs in its best evaluation"
+    # a start has ended there, in mid-epoch
+    return f"same, but nothing proves its best evaluation, of step {best['step']}"
+
+
+def _chosen(args):
+    """The segments that were asked for, as (begin, end)."""
+    steps = sorted({0, *_kept_by(args.run)})  # step 0 follows from the seed
+    options = read_options(args.run)
+    if options["fork"] or options["resume"] != "auto":
+        del steps[0]
+        say(f"nothing proves step {min(steps, default=0)}, where it begins")
+    segments = [(a, b) for a, b in pairwise(steps) if args.first <= a and b <= args.last]
+    if not segments:
+        raise UserError(
+            f"{args.run} has no such segment: it keeps steps {', '.join(map(str, steps))}\n"
+            "train with --keep-every N, which keeps checkpoints for good"
+        )
+    if args.all or args.first or args.last < sys.maxsize:
+        return segments
+    return sorted(random.sample(segments, min(args.segments, len(segments))))
