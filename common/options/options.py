@@ -70,17 +70,23 @@ class Options:
 
     script: str = "ddp"  # ddp, dp or mp: not a flag
 
-    run_dir: Path = free(None, "folder, identity of the run (default: runs/MODEL-DATASET)", "the run")
+    run_dir: Path = free(
+        None,
+        "folder, identity of the run (default: runs/MODEL-DATASET, of train_dp.py with -dp, ...)",
+        "the run",
+    )
     resume: str = free("auto", "auto: the newest checkpoint that verifies; or a folder")
     fork: str = fixed("", "a run whose first --at steps this one shares, and its flags unless given")
     at: int = fixed(0, "the step at which this run leaves --fork")
-    init_from: str = fixed("", "weights to begin with: a .pt or .safetensors file")
+    init_from: str = fixed("", "pretrained weights to begin with: a .pt or .safetensors file")
     init_skip: tuple = fixed((), "weights whose names begin with these start afresh, as fc.")
-    freeze: tuple = fixed((), "weights whose names begin with these do not train: conv1.,layer1.")
-    seed: int = fixed(0, "every random number follows from it")
-    epochs: int = free(3, "how often each sample is seen; may be raised to go further", low=1)
+    freeze: tuple = fixed(
+        (), "frozen weights: those whose names begin with these do not train, as conv1.,layer1."
+    )
+    seed: int = fixed(0, "random seed: every random number follows from it")
+    epochs: int = free(3, "epochs: how often each sample is seen; may be raised to train on", low=1)
     max_steps: int = free(0, "stop after so many steps in all; 0: no limit")
-    patience: int = free(0, "stop after so many evaluations without a better one; 0: never")
+    patience: int = free(0, "early stopping: after so many evaluations without a better one; 0: never")
     eval_only: bool = free(False, "evaluate the checkpoint and leave")
 
     model: str = fixed(
@@ -110,7 +116,11 @@ class Options:
     accept_data_change: bool = free(
         False, "resume although the data has changed; with another number of samples the epoch begins again"
     )
-    augment: str = fixed("auto", "random crops and flips that suit the dataset", choices=("auto", "none"))
+    augment: str = fixed(
+        "auto",
+        "data augmentation: the random crops and flips that suit the dataset",
+        choices=("auto", "none"),
+    )
 
     global_batch_size: int = fixed(64, "samples per step, over all processes", "optimization", low=1)
     virtual_ranks: int = fixed(
@@ -119,7 +129,9 @@ class Options:
         "last bit at any number of processes up to that; 0: off",
         scripts="ddp mp",
     )
-    micro_batch_size: int = fixed(0, "at most so many samples per forward; 0: a rank's whole share")
+    micro_batch_size: int = fixed(
+        0, "micro batch: at most so many samples per forward (gradient accumulation); 0: a rank's whole share"
+    )
     optimizer: str = fixed(
         "adam",
         "a name of torch.optim, or path/to/file.py:function of (net, opts) that "
@@ -129,21 +141,27 @@ class Options:
     lr: float = fixed(None, "learning rate (default: torch.optim's; 0.05 for sgd, 0.001 for a function)")
     momentum: float = fixed(
         None,
-        "how much of its last move a weight keeps, as of sgd and rmsprop (default for sgd: 0.9)",
+        "momentum of sgd and rmsprop: the share of its last update that a weight repeats (default for sgd: 0.9)",
         below=1,
     )
-    weight_decay: float = fixed(0.0, "pull of the weights towards zero")
-    no_decay_1d: bool = fixed(False, "no pull on weights of one dimension: biases and norms")
+    weight_decay: float = fixed(
+        0.0, "weight decay: pulls weights towards zero at each step; adamw's own default in torch is 0.01"
+    )
+    no_decay_1d: bool = fixed(False, "no weight decay for weights of one dimension: biases and norms")
     lr_schedule: str = fixed(
         "constant",
-        "how lr falls: constant, step, cosine, or path/to/file.py:function "
+        "learning rate schedule: constant, step, cosine, or path/to/file.py:function "
         "of (step, steps in all, opts) that returns a factor",
     )
-    min_lr: float = fixed(0.0, "lr falls no lower than this")
-    warmup_epochs: float = fixed(0.0, "epochs in which lr first rises linearly")
-    label_smoothing: float = fixed(0.0, "share of the target spread over all classes", below=1)
-    clip_grad_norm: float = fixed(0.0, "longest gradient; 0: off")
-    ema_decay: float = fixed(0.0, "averaged weights, as 0.999; 0: off", below=1)
+    min_lr: float = fixed(0.0, "the lowest learning rate of a schedule")
+    warmup_epochs: float = fixed(0.0, "linear warmup of the learning rate, in epochs")
+    label_smoothing: float = fixed(
+        0.0, "label smoothing: the share of a target that is spread over all classes", below=1
+    )
+    clip_grad_norm: float = fixed(0.0, "gradient clipping: the largest norm of the gradient; 0: off")
+    ema_decay: float = fixed(
+        0.0, "exponential moving average of the weights (EMA), as 0.999; 0: off", below=1
+    )
 
     device: str = free("auto", "auto: a GPU, if any; cpu, cuda, or another kind of GPU", "devices and speed")
     devices: tuple = free(
@@ -153,10 +171,10 @@ class Options:
     amp: str = fixed("off", "mixed precision", choices=("off", "bf16", "fp16"))
     compile: bool = fixed(False, "torch.compile")
     tf32: bool = fixed(
-        False, "matrix products in TF32: faster, less exact (CUDA only; convolutions have it anyway)"
+        False, "TF32 matrix products: faster, less exact (CUDA only; convolutions have it anyway)"
     )
-    channels_last: bool = fixed(False, "memory layout for convolutions")
-    sync_bn: bool = fixed(False, "batch norm statistics over all ranks (GPUs only)", scripts="ddp")
+    channels_last: bool = fixed(False, "channels-last memory format, for convolutions")
+    sync_bn: bool = fixed(False, "SyncBatchNorm: statistics over all ranks (GPUs only)", scripts="ddp")
     threads: int = free(0, "CPU threads per process; 0: leave it to torch")
 
     save_every: int = free(500, "steps between checkpoints; 0: off", "saving and watching")
@@ -185,6 +203,8 @@ class Options:
     def __post_init__(self):
         """Defaults that follow from other flags."""
         folder = f"{Path(self.model).name}-{Path(self.dataset).name}"
+        if self.script != "ddp":  # the three scripts may be tried one after the other
+            folder += f"-{self.script}"
         words = kind_of(self.model) == "gpt" or kind_of(self.dataset) in ("text", "tokens")
         cores = (os.cpu_count() or 1) // here().local_size
         left_open = {
