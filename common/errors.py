@@ -63,7 +63,7 @@ REPLACE = "replace the layer that needs it (--debug shows where), or leave out -
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Whether another try may succeed: a disk, a network, memory or a peer has failed."""
+    """Return whether another try may succeed: a disk, a network, memory or a peer has failed."""
     while error is not None:
         if isinstance(error, PASSING_TYPES):
             return True
@@ -77,7 +77,7 @@ def may_pass(error: BaseException | None) -> bool:
 
 @contextmanager
 def blamed(what: str = "", way_out: str = MEND) -> Iterator[None]:
-    """Any error of the block becomes a UserError if it is one of `what` or of a user's file.
+    """Turn any error of the block into a UserError if it is one of `what` or of a user's file.
 
     One that `may_pass` is raised as it is.
     """
@@ -99,7 +99,7 @@ def blamed(what: str = "", way_out: str = MEND) -> Iterator[None]:
 
 
 def users_line(error: BaseException) -> str:
-    """`FILE, line N: SOURCE` of the newest line in a file that is neither ours nor a library's; or empty."""
+    """Return `FILE, line N: SOURCE` of the newest line in a file that is neither ours nor a library's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: {(error.text or '').strip()[:80]}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -117,7 +117,7 @@ class Outlet:
         self.terminal = not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def write(self, text: str = "") -> None:
-        """Writes this and what is left in the buffer."""
+        """Write this and what is left in the buffer."""
         if self.stream is None:
             return
         try:
@@ -131,19 +131,19 @@ class Outlet:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """print, for streams that may be closed; on a terminal it replaces the bar, also that of another rank."""
+    """Print, also to streams that may be closed; on a terminal replace the bar, also that of another rank."""
     outlet = Outlet(stream or sys.stdout)
     outlet.write(("\r\x1b[K" if outlet.terminal else "") + text + "\n")
 
 
 def warn(text: str, of_this_rank: bool = False) -> None:
-    """Prints a warning: once per machine, as all ranks have it, unless it is `of_this_rank` alone."""
+    """Print a warning: once per machine, as all ranks have it, unless it is `of_this_rank` alone."""
     if of_this_rank or here().speaks:
         say("warning: " + text.replace("\n", "\n         "), sys.stderr)
 
 
 def ready_streams() -> None:
-    """Opens closed ones: their numbers would go to files and sockets, and C code would print into these.
+    """Open closed ones: their numbers would go to files and sockets, and C code would print into these.
 
     A character that stdout does not have is no error.
     """
@@ -158,7 +158,7 @@ def ready_streams() -> None:
 
 @contextmanager
 def guarded(what: str = "", debug: bool = False) -> Iterator[None]:
-    """Round a whole training or command: its errors are told in three lines, with their exit code.
+    """Surround a whole training or command: print its errors in three lines, and exit with their code.
 
     Errors of `what`, and of a user's files, end the process so; others are crashes. `debug` shows all stacks.
     """
@@ -175,7 +175,7 @@ def guarded(what: str = "", debug: bool = False) -> Iterator[None]:
 
 
 def run_command(act: Callable[[], int], what: str = "cannot be done") -> int:
-    """The exit code of a command: what `act` returns, or that of its error, which is printed."""
+    """Return the exit code of a command: what `act` returns, or that of its error, which is printed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is temporary
     ready_streams()
     try:
@@ -189,7 +189,7 @@ def run_command(act: Callable[[], int], what: str = "cannot be done") -> int:
 
 
 def end(error: UserError, shared: bool = False) -> NoReturn:
-    """Prints an error in at most three lines, and ends this process with its code.
+    """Print an error in at most three lines, and end this process with its code.
 
     With `shared` all ranks have it for sure, and only one of a machine prints it. Else a rank that is not the
     first gives the agent some seconds to end it, if all have the error.
@@ -211,7 +211,7 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
 
 
 def note_reason(text: str) -> None:
-    """Into the file that the launcher has made for it, as launch/slurm.sbatch does on its node."""
+    """Write it into the file that the launcher has made for it, as launch/slurm.sbatch does on its node."""
     path = os.environ.get("TERMINATION_LOG", "")
     if os.path.exists(path):
         with suppress(OSError):
@@ -219,7 +219,7 @@ def note_reason(text: str) -> None:
 
 
 def dismiss_agent() -> None:
-    """Stops torchrun where restarts cannot help: --max_restarts=100 would print the same error 100 times."""
+    """Stop torchrun where restarts cannot help: --max_restarts=100 would print the same error 100 times."""
     place = here()
     try:
         command = Path(f"/proc/{place.agent_pid}/cmdline").read_bytes()
@@ -234,11 +234,11 @@ def dismiss_agent() -> None:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The nearest of the known names as a question that ends a sentence; empty if none is near."""
+    """Return the nearest of the known names as the end of a sentence; nothing if none is near."""
     near = difflib.get_close_matches(name, known, 1) or [entry for entry in known if name in entry]
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an exception's message, cut after 200 characters; its type if it has none."""
+    """Return the first line of an exception's message, cut after 200 characters; its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

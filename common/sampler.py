@@ -179,7 +179,7 @@ class ElasticSampler(Sampler):
 
 
 def seed_cpu(*key: SupportsIndex | str) -> int:
-    """Seeds the CPU generators of torch, random and numpy by `key`; returns the seed."""
+    """Seed the CPU generators of torch, random and numpy by `key`; return the seed."""
     seed = hash_seed(*key)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPUs' generators too
     random.seed(seed)
@@ -188,14 +188,14 @@ def seed_cpu(*key: SupportsIndex | str) -> int:
 
 
 def seed(*key: SupportsIndex | str) -> None:
-    """Seeds the generators in use from a key; torch.manual_seed would take 0.3 ms for absent devices."""
+    """Seed the generators in use from a key; torch.manual_seed would take 0.3 ms for absent devices."""
     number = seed_cpu(*key)
     seed_gpus(number)
 
 
 @contextmanager
 def seeded(*key: SupportsIndex | str) -> Iterator[None]:
-    """Inside the block, the CPU generators of torch, random and numpy are seeded by `key`; then restored."""
+    """Seed the CPU generators of torch, random and numpy by `key` for the block; then restore them."""
     of_torch = torch.get_rng_state()
     of_python = random.getstate()
     of_numpy = numpy.random.get_state()

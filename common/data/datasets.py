@@ -28,7 +28,7 @@ SEED = 20240711  # of the data, not of a run: every run trains on the same pictu
 
 
 def digits(opts):
-    """28x28 pictures of digits, moved, in noise: 12,000 to train, 2,000 to test."""
+    """Draw 28x28 pictures of digits, moved, in noise: 12,000 to train, 2,000 to test."""
     rng = torch.Generator().manual_seed(SEED)
     count = 14000
 
@@ -51,7 +51,7 @@ def digits(opts):
 
 # ---- random ----
 def random_numbers(opts):
-    """`random:NxF`: N samples of F normal numbers, labels from a coin; 100x5 by default, as in tutorials."""
+    """Draw for `random:NxF` N samples of F normal numbers, labels from a coin; 100x5 by default."""
     size = opts.dataset.partition(":")[2] or "100x5"
     samples, features = map(int, size.split("x"))
     rng = torch.Generator().manual_seed(SEED)
@@ -64,7 +64,7 @@ def random_numbers(opts):
 
 # ---- a user's own ----
 def user_dataset(opts):
-    """What a user's function returns: tensors, or Datasets that may have `classes` and `vocab`."""
+    """Take what a user's function returns: tensors, or Datasets that may have `classes` and `vocab`."""
     with seeded("dataset"):  # what it draws without a seed is the same on every rank, at every start
         returned = call_user(opts.dataset, opts)
     if len(returned) == 4:
@@ -79,12 +79,12 @@ def user_dataset(opts):
 
 
 def end_of(*numbers):
-    """What they are all below."""
+    """Return the number that all of these are below."""
     return int(torch.cat(numbers).max()) + 1
 
 
 def count_of(names):
-    """How many names these are; a number counts itself."""
+    """Count these names; a number is a count already."""
     if hasattr(names, "__len__"):
         return len(names)
     return None if names is None else operator.index(names)

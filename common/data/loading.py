@@ -32,7 +32,7 @@ PRELOADED = {}  # {DECIDING(opts): Data}
 
 
 def load_data(opts: Options, own_sets: tuple[Dataset, Dataset] | None = None) -> Data:
-    """The dataset that `opts.dataset` names, or that of `own_sets`, (train, test)."""
+    """Open the dataset that `opts.dataset` names, or that of `own_sets`, (train, test)."""
     if DECIDING(opts) in PRELOADED:
         return PRELOADED[DECIDING(opts)]
     name = kind_of(opts.dataset)
@@ -44,7 +44,7 @@ def load_data(opts: Options, own_sets: tuple[Dataset, Dataset] | None = None) ->
 
 
 def preload(opts: Options) -> None:
-    """Opens a dataset of this project, and hashes it, for all processes that will be forked from this one.
+    """Open a dataset of this project, and hash it, for all processes that will be forked from this one.
 
     A life then begins with it: drawing `digits` takes half a second. Threads do not survive a fork, so none
     is started.
@@ -105,7 +105,7 @@ def cuts(order, opts):
 
 
 def forward_sizes(n, rank, world, opts):
-    """How many samples each forward of this rank gets of a global batch of n samples.
+    """Return how many samples each forward of this rank gets of a global batch of n samples.
 
     With --sync-bn and --shard ranks wait for each other inside a forward: all make as many, if need be of
     no sample. With --virtual-ranks each slice is one forward.

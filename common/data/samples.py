@@ -67,11 +67,11 @@ class Samples:
         return self.count
 
     def example(self) -> Nested:
-        """Two samples for a forward that counts nothing: BatchNorm cannot train on one."""
+        """Make two samples for a forward that counts nothing: BatchNorm cannot train on one."""
         return self.fetch(2 * [self.first])
 
     def look(self):
-        """Takes the shape of samples from the first one that can be read; returns the batch of that one."""
+        """Take the shape of samples from the first one that can be read; return the batch of that one."""
         for id in range(len(self)):
             batch = self.fetch([id])
             tensors = leaves(batch)
@@ -156,7 +156,7 @@ class DatasetSamples(Samples):
         return batch
 
     def _samples(self, ids, epoch):
-        """Those of the samples that can be read."""
+        """Read these samples; with --bad-samples skip without those that cannot be read."""
         samples = []
         for id in ids:
             try:
@@ -177,7 +177,7 @@ class DatasetSamples(Samples):
         return samples
 
     def contents(self):
-        """The mean absolute values of three samples; none of a sample that changes when it is read again."""
+        """Yield mean absolute values of three samples; none of one that changes when it is read again."""
         for id in (0, len(self) // 2, len(self) - 1):
             first, again = (leaves(self.fetch([id])) for _ in range(2))
             if all(map(torch.equal, map(bytes_of, first), map(bytes_of, again))):
@@ -202,7 +202,7 @@ class Data(DataFacts):
 def data_of(
     opts: Options, train: Any, test: Any, classes=None, vocab=None, fingerprint="", **pictures
 ) -> Data:
-    """The Data of two sets: each (x, y) tensors, Samples, or a map-style Dataset.
+    """Make the Data of two sets: each (x, y) tensors, Samples, or a map-style Dataset.
 
     `pictures` are arguments of TensorSamples. Without a fingerprint the sets are hashed.
     """
@@ -226,7 +226,7 @@ def data_of(
 
 
 def whole_targets(y, count, classes, which):
-    """Checked targets of `classify`, as int64; with `count` 0 there may be any number of them."""
+    """Check targets of `classify`, return them as int64; with `count` 0 there may be any number of them."""
     whole = y.long()
     end = classes or math.inf
     one_each = count in (0, len(y))
@@ -240,12 +240,12 @@ def whole_targets(y, count, classes, which):
 
 
 def is_picture(x):
-    """Whether a batch holds pictures in bytes."""
+    """Return whether a batch holds pictures in bytes."""
     return x.dtype == torch.uint8 and x.dim() == 4
 
 
 def as_input(x):
-    """The tensor as a net accepts it: pictures become 0..1, other numbers float32, indices int64."""
+    """Return the tensor as a net accepts it: pictures become 0..1, other numbers float32, indices int64."""
     if is_picture(x):
         return x.float().div_(255)
     if x.is_floating_point() or x.dtype == torch.uint8:
@@ -258,7 +258,7 @@ def bytes_of(tensor):
 
 
 def inherited(dataset, name):
-    """An attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
+    """Return an attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
     value = getattr(dataset, name, None)
     if value is None and hasattr(dataset, "dataset"):
         return inherited(dataset.dataset, name)
@@ -266,7 +266,7 @@ def inherited(dataset, name):
 
 
 def map_tensors(change: Callable, nested: Nested) -> Nested:
-    """The same, with each tensor changed, and all else as it was."""
+    """Return the same, with each tensor changed, and all else as it was."""
     if isinstance(nested, Tensor):
         return change(nested)
     if isinstance(nested, MutableMapping):
@@ -281,7 +281,7 @@ def map_tensors(change: Callable, nested: Nested) -> Nested:
 
 
 def leaves(nested: Nested) -> list[Tensor]:
-    """Its tensors."""
+    """Return its tensors."""
     tensors = []
     map_tensors(tensors.append, nested)
     return tensors

@@ -1,1 +1,1 @@
-"""What a plain training never imports: the core names it in EXTRAS (options/registry.py), and knows no more."""
+"""What a plain training never imports: the core names it in EXTRAS (options/registry.py), no more."""

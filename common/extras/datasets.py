@@ -22,7 +22,7 @@ from common.errors import UserError, blamed
 
 # ---- sentiment ----
 def sentiment(opts):
-    """The two sentences of the tutorial, both for training and for the test."""
+    """Return the two sentences of the tutorial, both for training and for the test."""
     good = [2, 3, 4, 5]  # I love this movie
     bad = [1, 5, 6, 7]  # This movie is terrible; "This" is not "this", but an unknown word
     both = (torch.tensor([good, bad]), torch.tensor([1, 0]))
@@ -51,7 +51,7 @@ def crop_flip(x, u):
 
 # ---- small pictures, by torchvision ----
 def published(name, opts, **pictures):
-    """MNIST and Fashion-MNIST from IDX files, CIFAR-10 from pickles of the published checksum alone."""
+    """Read MNIST and Fashion-MNIST from IDX files, CIFAR-10 from pickles of the published checksum alone."""
     from filelock import FileLock
     from torchvision import datasets
 
@@ -79,7 +79,7 @@ cifar10 = partial(
 
 # ---- a folder of images ----
 def imagefolder(opts):
-    """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout."""
+    """Open DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout."""
     from torchvision import datasets, transforms
 
     size = opts.image_size
@@ -106,7 +106,7 @@ def imagefolder(opts):
 
 
 def decode(path):
-    """The image in a file, in RGB."""
+    """Read the image in a file, in RGB."""
     from PIL import Image
 
     way_out = "mend it and resume with --accept-data-change; or --run-dir NEW with --bad-samples skip"

@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 def build_gpt(data, size="tiny"):
-    """`gpt`, `gpt:tiny|small|medium` or `gpt:LxHxD`: layers, heads, width.
+    """Build `gpt`, `gpt:tiny|small|medium` or `gpt:LxHxD`: layers, heads, width.
 
     Head and embedding do not share a weight, because they may be on different devices.
     """

@@ -34,7 +34,7 @@ def load(run: str | Path, which: str | int, model: str) -> nn.Module:
 
 
 def _ask_for_its_file(run, model):
-    """UserError if the file of --model is not here: one beside the run may be a stranger's, as the run."""
+    """Refuse a --model whose file is not here: one beside the run may be a stranger's, as the run."""
     file, _, name = model.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
         raise UserError(

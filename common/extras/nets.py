@@ -18,7 +18,7 @@ class LastHidden(nn.LSTM):
 
 
 def build_lstm(data):
-    """A text classifier: embedding, one LSTM, a linear layer on its last hidden state."""
+    """Build a text classifier: embedding, one LSTM, a linear layer on its last hidden state."""
     return nn.Sequential(
         OrderedDict(
             embedding=nn.Embedding(data.vocab, 50),
@@ -29,7 +29,7 @@ def build_lstm(data):
 
 
 def build_torchvision(name, data):
-    """Any classifier of torchvision.models, untrained, with the data's number of channels and classes."""
+    """Build any classifier of torchvision.models, untrained, for the data's channels and classes."""
     with blamed(f"model {name} is none of {', '.join(MODELS)}; torchvision", "pip install torchvision"):
         from torchvision import models
     net = models.get_model(name, weights=None, num_classes=data.classes)

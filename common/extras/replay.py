@@ -36,7 +36,7 @@ QUIET = [
 
 
 def _make_again(run, begin, end, folder, nproc, flags):
-    """Trains steps `begin` + 1 to `end` once more, in another run folder."""
+    """Train steps `begin` + 1 to `end` once more, in another run folder."""
     is_dp = read_options(run)["script"] == "dp"
     script = "train_dp.py" if is_dp else "train_ddp.py"  # for train_mp.py too
     lives = [life for life, *_ in lives_of(run)]
@@ -63,7 +63,7 @@ def _make_again(run, begin, end, folder, nproc, flags):
 
 
 def end_of(run: Path, step: int) -> tuple[str, int, dict]:
-    """(digest, samples trained on, best evaluation) of a checkpoint, of which each byte is read.
+    """Return (digest, samples trained on, best evaluation) of a checkpoint, of which each byte is read.
 
     UserError if it is damaged.
     """
@@ -78,7 +78,7 @@ def end_of(run: Path, step: int) -> tuple[str, int, dict]:
 
 
 def _first_difference(run, again):
-    """The first step of both that --digest-every has noted with another digest."""
+    """Find the first step of both that --digest-every has noted with another digest."""
 
     def digests(folder):
         events = named(chain(*lives_of(folder)), "digest")
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _verify(args, flags):
-    """Prints a line a segment; the exit code is 1 if one ends differently."""
+    """Print a line a segment; return exit code 1 if one ends differently."""
     run = args.run
     if not read_options(run)["virtual_ranks"]:
         say("without --virtual-ranks other bits prove nothing: processes and starts decide them, too")
@@ -141,7 +141,7 @@ def _verify(args, flags):
 
 
 def _proof_of(best, rows):
-    """Whether the rows of the new metrics.jsonl have this best evaluation, in words."""
+    """Say in words whether the rows of the new metrics.jsonl have this best evaluation."""
     for row in rows:
         is_evaluation = {*best} & {*row} - {"loss", "step"}
         if is_evaluation and row["step"] == best["step"]:
@@ -151,7 +151,7 @@ def _proof_of(best, rows):
 
 
 def _chosen(args):
-    """The segments that were asked for, as (begin, end)."""
+    """Return the segments that were asked for, as (begin, end)."""
     steps = sorted({0, *_kept_by(args.run)})  # step 0 follows from the seed
     options = read_options(args.run)
     if options["fork"] or options["resume"] != "auto":

@@ -90,7 +90,7 @@ def show(args):
 
 
 def pid_of(rank, state):
-    """The process of a rank of the newest life."""
+    """Return the process of a rank of the newest life."""
     if rank not in state["pids"]:
         alive = ", ".join(map(str, state["pids"])) or "none"
         raise UserError(f"rank {rank} does not run on this machine ({state['state']})\nranks here: {alive}")
@@ -153,7 +153,7 @@ def span(seconds):
 
 
 def page(run, facts):
-    """The report as a page of HTML, with curves."""
+    """Write the report as a page of HTML, with curves."""
     rows = list(read(run / "metrics.jsonl", "step"))
     rows = rows[:: len(rows) // MOST_ROWS + 1]
     data = facts | {"run": str(run), "rows": rows, "report": list(report(facts))}
@@ -241,7 +241,7 @@ def account(events, accounted):
 
 
 def now(lives, events, told):
-    """How the run is: state, step, best, rate, ages of its last step and save, {rank: pid} if they live.
+    """Say how the run is: state, step, best, rate, ages of its last step and save, {rank: pid} if they live.
 
     `events` are those of the newest life, `told` the saves and best evaluations of all.
 
@@ -283,7 +283,7 @@ def now(lives, events, told):
 
 
 def _running(life):
-    """{rank: pid} of this machine's processes that live. One that began later has only the same number."""
+    """Return {rank: pid} of this machine's processes that live, not of others with their numbers."""
     places = zip(life["pids"], life["hosts"], strict=True)
     local = {rank: pid for rank, (pid, host) in enumerate(places) if host == socket.gethostname()}
     latest = life["t"] + WALL_CLOCK_SECONDS

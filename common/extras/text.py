@@ -17,14 +17,14 @@ from common.sampler import hash_seed
 
 # ---- samples for a language model ----
 def text(opts):
-    """The file that --data-dir names: each byte is a token; the last tenth is the test set."""
+    """Read the file that --data-dir names: each byte is a token; the last tenth is the test set."""
     numbers = np.frombuffer(Path(opts.data_dir).read_bytes(), np.uint8)
     cut = len(numbers) - len(numbers) // 10
     return windows(numbers[:cut], numbers[cut:], opts, 256)
 
 
 def tokens(opts):
-    """DATA_DIR/train.bin and DATA_DIR/val.bin: numbers of 16 bits, or of 32 if the vocabulary needs them."""
+    """Map DATA_DIR/train.bin and val.bin: numbers of 16 bits, or of 32 if the vocabulary needs them."""
     vocab = opts.vocab_size  # without it the first token is refused
     dtype = "<u2" if vocab <= 2**16 else "<u4"
     train, test = [np.memmap(Path(opts.data_dir, name), dtype, "r") for name in ("train.bin", "val.bin")]
@@ -32,7 +32,7 @@ def tokens(opts):
 
 
 def windows(train, test, opts, vocab, move=False):
-    """text:LENGTH and tokens:LENGTH: samples of so many tokens."""
+    """Cut both files into samples of so many tokens: text:LENGTH and tokens:LENGTH."""
     samples = Windows(train, opts, vocab, ring=True, move=move)
     return data_of(opts, samples, Windows(test, opts, vocab), vocab, vocab)
 
@@ -61,7 +61,7 @@ class Windows(Samples):
         super().__init__(last // self.length, opts, vocab)
 
     def fetch(self, ids, epoch=0, augment=False):
-        """(x, y), both [samples, length]; `augment` moves the windows as (seed, epoch) say."""
+        """Return (x, y), both [samples, length]; `augment` moves the windows as (seed, epoch) say."""
         starts = np.asarray(ids, dtype=np.int64) * self.length
         if augment and self.move:
             starts += hash_seed("windows", self.seed, epoch)
@@ -82,7 +82,7 @@ class Windows(Samples):
 
 
 def refuse_unshifted(batch, name):
-    """UserError if labels are the words themselves: here the net would learn to copy its input."""
+    """Refuse labels that are the words themselves: here the net would learn to copy its input."""
     match batch:
         case {"input_ids": Tensor() as words, "labels": Tensor() as labels} if words.shape == labels.shape:
             real = labels >= 0

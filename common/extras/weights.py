@@ -12,7 +12,7 @@ from common.models import stay_in_evaluation
 
 @torch.no_grad()
 def load_weights(net, opts):
-    """--init-from: copies the weights of a file into the net; prefixes of wrappers are removed from names.
+    """Copy the weights of --init-from into the net; prefixes of wrappers are removed from names.
 
     Weights whose names begin with one of --init-skip keep their own first values.
     """
@@ -41,7 +41,7 @@ def load_weights(net, opts):
 
 
 def unwrapped(name, known):
-    """A name without what DDP and torch.compile put before it, unless the net has it so."""
+    """Remove from a name what DDP and torch.compile put before it, unless the net has it so."""
     if name not in known:
         name = name.replace("_orig_mod.", "")
     if name not in known:
@@ -50,7 +50,7 @@ def unwrapped(name, known):
 
 
 def kind_of(tensor):
-    """What a tensor is: between two kinds, copy_ fails or changes numbers in silence."""
+    """Say what a tensor is: between two kinds, copy_ fails or changes numbers in silence."""
     if tensor is None:
         return "absent"
     if tensor.is_complex():
@@ -59,7 +59,7 @@ def kind_of(tensor):
 
 
 def read_weights(path):
-    """{name: tensor} of a .safetensors file, or of a pickle, from which nothing but tensors is read."""
+    """Read {name: tensor} of a .safetensors file, or of a pickle, from which only tensors are taken."""
     if path.endswith(".safetensors"):
         return load_file(path)
     weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -70,7 +70,7 @@ def read_weights(path):
 
 
 def freeze(net, prefixes):
-    """--freeze: weights with these prefixes do not train, and their modules stay in evaluation mode.
+    """Freeze weights with these prefixes (--freeze); their modules stay in evaluation mode.
 
     So their BatchNorm uses the statistics it has and keeps them, and their dropout is off.
     """
@@ -84,7 +84,7 @@ def freeze(net, prefixes):
 
 
 def check_prefixes(flag, prefixes, names):
-    """UserError for a prefix with which no name begins."""
+    """Refuse a prefix with which no name begins."""
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in names):
             layers = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))

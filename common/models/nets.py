@@ -32,7 +32,7 @@ class Halve(nn.Module):
 
 
 def build_net(data):
-    """The MNIST network of the tutorials: two convolutions, two linear layers, log-probabilities out."""
+    """Build the MNIST network of the tutorials: two convolutions, two linear layers, log-probabilities."""
     channels, height, width = data.sample_shape
     rows = ((height - 4) // 2 - 4) // 2
     columns = ((width - 4) // 2 - 4) // 2
@@ -48,7 +48,7 @@ def build_net(data):
 
 
 def build_mlp(data):
-    """Two linear layers with five units between them, as in the DDP tutorials."""
+    """Build two linear layers with five units between them, as in the DDP tutorials."""
     features = math.prod(data.sample_shape)
     return nn.Sequential(
         OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5), fc2=nn.Linear(5, data.classes))
@@ -56,7 +56,7 @@ def build_mlp(data):
 
 
 def build_model(opts: Options, data: DataFacts) -> nn.Module:
-    """The net that `opts.model` names, on the CPU; its weights depend only on opts.seed and --init-from."""
+    """Build the net that `opts.model` names, on the CPU, from opts.seed and --init-from."""
     name, *size = opts.model.split(":")
     shape = tuple(data.sample_shape)
     way_out = f"dataset {data.name} has samples of shape {shape}: choose another --model or --dataset"
@@ -88,7 +88,7 @@ def build_model(opts: Options, data: DataFacts) -> nn.Module:
 
 
 def train_but_for_frozen_parts(net):
-    """Parts that the model's function has frozen and put into evaluation mode stay in it; others train."""
+    """Put the net into training mode, but for parts that its function has frozen and put into evaluation."""
     for module in net.modules():
         trains = [p.requires_grad for p in module.parameters()]
         if trains and not any(trains) and not module.training:
@@ -97,13 +97,13 @@ def train_but_for_frozen_parts(net):
 
 
 def stay_in_evaluation(module: nn.Module) -> None:
-    """net.train() calls train() of every module: this one does nothing then."""
+    """Put a module into evaluation mode for good: its train(), which net.train() calls, does nothing then."""
     module.eval().train = lambda mode=True: module
 
 
 @torch.no_grad()
 def make_lazy_weights(net, data):
-    """The weights of torch's lazy modules, whose shapes follow from a first input."""
+    """Make the weights of torch's lazy modules, whose shapes follow from a first input."""
     if any(map(is_lazy, net.parameters())):
         kind = torch.int64 if data.vocab else torch.float32
         net.eval()(torch.zeros(1, *data.sample_shape, dtype=kind))
@@ -111,7 +111,7 @@ def make_lazy_weights(net, data):
 
 
 def check_net(net: nn.Module, name: str) -> None:
-    """UserError for a net whose checkpoints would lack something."""
+    """Refuse a net whose checkpoints would lack something."""
     for tensor in [*net.parameters(), *net.buffers()]:
         if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
             tensor.data = tensor.data.clone()  # with holes, or expanded: fused optimizers write beside it
@@ -125,7 +125,7 @@ def check_net(net: nn.Module, name: str) -> None:
 
 
 def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Module:
-    """The net of a run, on the CPU and in evaluation mode: no torchrun is needed, nor the data.
+    """Return the net of a run, on the CPU, in evaluation mode: no torchrun is needed, nor the data.
 
     Its weights are those of the best evaluation, averaged with --ema-decay; or the "newest", or of a step.
     A `model` as "my.py:net" runs that file, in place of the one that the run names.

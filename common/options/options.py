@@ -36,7 +36,7 @@ OF_A_MACHINE = {  # may differ between the machines of one life
 
 
 def as_imagefolder(size: int) -> str:
-    """What --dataset imagefolder does to a picture outside of training."""
+    """Say what --dataset imagefolder does to a picture outside of training."""
     return (
         f"Resize({size * 256 // 224}), CenterCrop({size}), 0 to 1, "
         "less mean 0.485 0.456 0.406, by deviation 0.229 0.224 0.225"
@@ -46,7 +46,7 @@ def as_imagefolder(size: int) -> str:
 def free(
     default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=None, changes_result=False
 ):
-    """A field of Options: a flag that may change between restarts; `group` opens a group of --help."""
+    """Make a field of Options: a flag that may change between restarts; `group` opens a group of --help."""
     metadata = {
         "text": text,
         "group": group,
@@ -145,7 +145,7 @@ class Options:
         below=1,
     )
     weight_decay: float = fixed(
-        0.0, "weight decay: pulls weights towards zero at each step; adamw's own default in torch is 0.01"
+        0.0, "weight decay: pulls weights towards zero (torch's own default for adamw is 0.01)"
     )
     no_decay_1d: bool = fixed(False, "no weight decay for weights of one dimension: biases and norms")
     lr_schedule: str = fixed(
@@ -201,7 +201,7 @@ class Options:
     show_scatter: bool = free(False, "print batch sizes inside and outside the model", scripts="dp")
 
     def __post_init__(self):
-        """Defaults that follow from other flags."""
+        """Fill in defaults that follow from other flags."""
         folder = f"{Path(self.model).name}-{Path(self.dataset).name}"
         if self.script != "ddp":  # the three scripts may be tried one after the other
             folder += f"-{self.script}"
@@ -248,14 +248,14 @@ class Options:
         return kind, arguments | more
 
     def identity(self) -> Values:
-        """All fixed flags, as JSON gives them back, of a file the name; the same on every restart."""
+        """Return all fixed flags, as JSON gives them back, of a file the name; the same on every restart."""
         values = self.to_json()
         return {
             flag.name: without_folder(values[flag.name]) for flag in FLAGS.values() if flag.metadata["fixed"]
         }
 
     def of_all_ranks(self) -> Values:
-        """{flag: value} of all that the machines of a life must have in common; of a file the name."""
+        """Return {flag: value} of all that the machines of a life must have in common; of a file the name."""
         return {
             flag_of(name): without_folder(value)
             for name, value in self.to_json().items()
@@ -263,7 +263,7 @@ class Options:
         }
 
     def compare(self, old: Values) -> list[str]:
-        """Where these options contradict the `old` ones, those of an earlier start, in words."""
+        """Say in words where these options contradict the `old` ones, those of an earlier start."""
         was = {name: without_folder(value) for name, value in old.items()}
         return [
             f"{flag_of(name)} was {was.get(name)!r}, now {now!r}"
@@ -277,7 +277,7 @@ class Options:
         return any(re.match("step-|damaged-", name) for name in os.listdir(self.run_dir / "checkpoints"))
 
     def refuse_another_run(self, wrong: list[str]) -> None:
-        """UserError if something is wrong, by `compare` or others."""
+        """Refuse the start if something is wrong, by `compare` or others."""
         if wrong:
             raise UserError(
                 f"{self.run_dir} is another run: {'; '.join(wrong)}\n"
@@ -286,17 +286,17 @@ class Options:
             )
 
     def to_json(self) -> Values:
-        """Every field, as json.dumps can write it."""
+        """Return every field, as json.dumps can write it."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
 
 def without_folder(value):
-    """Of a file its name alone: it may lie elsewhere on another machine."""
+    """Return of a file its name alone: it may lie elsewhere on another machine."""
     return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
 def with_folder(value: Any) -> Any:
-    """Of a user's file the full name: a notebook reads the run from another folder."""
+    """Return of a user's file the full name: a notebook reads the run from another folder."""
     return str(Path(value).absolute()) if isinstance(value, str) and ".py:" in value else value
 
 
@@ -304,7 +304,7 @@ FLAGS = {flag_of(field.name): field for field in dataclasses.fields(Options)[1:]
 
 
 def read_options(run_dir: Path | str) -> Values:
-    """The options of a run's newest life, from its options.json; UserError if that is damaged."""
+    """Read the options of a run's newest life from its options.json; UserError if that is damaged."""
     path = Path(run_dir, "options.json")
     with blamed(str(run_dir), "name the folder of a run"):
         if not path.is_file():

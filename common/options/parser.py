@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_flags(words, doc, script):
-    """{field: value} of the flags among the words; --help prints `doc`, then the flags."""
+    """Return {field: value} of the flags among the words; --help prints `doc`, then the flags."""
     parser = Parser(
         prog=f"train_{script}.py",
         description=doc,
@@ -66,7 +66,7 @@ def read_flags(words, doc, script):
 
 
 def as_argparse_reads(words):
-    """The same words: --a_b as --a-b, and `--best -loss`, whose value looks like a flag, as one word."""
+    """Return the same words: --a_b as --a-b; `--best -loss`, whose value looks like a flag, as one word."""
     same = []
     for word in words:
         flag, equals, value = word.partition("=")
@@ -80,7 +80,7 @@ def as_argparse_reads(words):
 
 
 def how_to_read(field):
-    """What argparse is told of a flag."""
+    """Return the arguments of add_argument for a flag."""
     text = field.metadata["text"]
     if field.type is bool:
         return {"action": "store_false" if field.default else "store_true", "help": text}
@@ -95,7 +95,7 @@ def how_to_read(field):
 
 
 def read_value(field, text):
-    """The value that a person wrote."""
+    """Read the value that a person wrote."""
     if field.type in NUMBERS:
         low = field.metadata["low"]
         below = field.metadata["below"]
@@ -130,7 +130,7 @@ def begin_life() -> None:
 def parse_options(
     doc: str | None, argv: list[str] | None = None, script: str | None = None, processes: int | None = None
 ) -> Options:
-    """The checked options of this process; a mistake ends it with exit code 2, printed once per machine.
+    """Check the options of this process; a mistake ends it with exit code 2, printed once per machine.
 
     A launcher checks them for its workers: then `processes` is their number, or 0 if it is not known yet.
     """
@@ -160,7 +160,7 @@ def parse_options(
 
 
 def read_arguments(given: Values, own: Values) -> Options:
-    """The options of a script of one's own: those `given` are read as flags are."""
+    """Check the options of a script of one's own: those `given` are read as flags are."""
     words = []
     for name, value in given.items():
         if isinstance(value, bool):
@@ -175,7 +175,7 @@ def read_arguments(given: Values, own: Values) -> Options:
 
 
 def _inherited(given, script):
-    """With --fork: also the flags of this run's own earlier lives, or of the run that it leaves."""
+    """Add with --fork the flags of this run's own earlier lives, or of the run that it leaves."""
     if not {"fork", "at"} & given.keys():
         return given
     if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():

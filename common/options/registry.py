@@ -56,13 +56,13 @@ FUSED = ("sgd", "adam", "adamw")  # each weight's update is its own, as --shard 
 
 
 def kind_of(name: str) -> str:
-    """A name without its size."""
+    """Return a name without its size."""
     kind = name.partition(":")[0]
     return kind if kind in SIZED else name
 
 
 def flags_of_dataset(name: str) -> tuple[str, ...]:
-    """Those of the flags of DATASETS that can take effect with this dataset."""
+    """Return the flags of DATASETS that can take effect with this dataset."""
     if ".py:" in name:
         return FOLDERS
     kind = kind_of(name)

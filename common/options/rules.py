@@ -38,7 +38,7 @@ def flag_of(name):
 
 
 def keywords(text):
-    """{name: value} of the text `name=value,name=value`."""
+    """Read {name: value} from the text `name=value,name=value`."""
     with blamed(f"--optimizer-args {text!r}", "write eps=1e-6,amsgrad=True"):
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -47,7 +47,7 @@ def keywords(text):
 
 
 def check_names(opts):
-    """UserError for a name that does not exist, before torch is imported."""
+    """Refuse a name that does not exist, before torch is imported."""
     for flag, known in NAMES.items():
         name = getattr(opts, flag)
         path = name.rpartition(":")[0]
@@ -70,7 +70,7 @@ def check_names(opts):
 
 
 def torchvision_models():
-    """The names, read where they stand: to import them takes seconds; none if torchvision is not there."""
+    """Read the names where they stand: to import them takes seconds; none if torchvision is not there."""
     spec = find_spec("torchvision")
     if not spec or not spec.origin:
         return []
@@ -80,7 +80,7 @@ def torchvision_models():
 
 
 def is_given(flag, opts):
-    """Whether a flag has another value than its default; or, as --flag=pattern, a value like this."""
+    """Return whether a flag has another value than its default; or, as --flag=pattern, a value like this."""
     name, has_value, pattern = flag[2:].replace("-", "_").partition("=")
     value = getattr(opts, name)
     if has_value:
@@ -89,14 +89,14 @@ def is_given(flag, opts):
 
 
 def check_clashes(opts):
-    """UserError for two flags that contradict each other."""
+    """Refuse two flags that contradict each other."""
     for flag, other, why in CLASHES:
         if is_given(flag, opts) and is_given(other, opts):
             raise UserError(f"{flag} cannot take effect with {other}: {why}\nleave out one of them")
 
 
 def check_together(opts):
-    """UserError for flags that contradict each other or cannot take effect together."""
+    """Refuse flags that contradict each other or cannot take effect together."""
     check_clashes(opts)
     keywords(opts.optimizer_args)
     special = {flag for _, flags in DATASETS.values() for flag in flags}
@@ -110,7 +110,7 @@ def check_together(opts):
 
 
 def check_world(opts, world):
-    """UserError for flags that need another number of processes."""
+    """Refuse flags that need another number of processes."""
     if opts.script == "dp" and world > 1:
         raise UserError(
             f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
@@ -124,7 +124,7 @@ def check_world(opts, world):
 
 
 def check_files(opts):
-    """UserError for files and folders that are not there; answered before torch is imported."""
+    """Refuse files and folders that are not there, before torch is imported."""
     for flag, path, is_there in (
         ("--resume", opts.resume, os.path.isdir),
         ("--init-from", opts.init_from, os.path.isfile),

@@ -21,7 +21,7 @@ from common.options.rules import flag_of
 
 
 def find_function(place: str, *default: None) -> Any:
-    """The function that `place` names; `default`, if one is given and there is no such function."""
+    """Import the function that `place` names; `default`, if one is given and there is no such function."""
     module, _, name = place.rpartition(":")
     with blamed(place):
         if module.endswith(".py"):
@@ -30,12 +30,12 @@ def find_function(place: str, *default: None) -> Any:
 
 
 def extra(name: str) -> Any:
-    """What EXTRAS names: the one way from the core to an extra."""
+    """Import what EXTRAS names: the one way from the core to an extra."""
     return find_function(EXTRAS[name])
 
 
 def call_user(place: str, *arguments: object, first: bool = False) -> Any:
-    """Calls a user's function with the last of `arguments`, as many as it requires; with `first`, the first.
+    """Call a user's function with the last of `arguments`, as many as it requires; with `first`, the first.
 
     Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
     """
@@ -52,7 +52,7 @@ def call_user(place: str, *arguments: object, first: bool = False) -> Any:
 
 @functools.cache
 def load_file(path):
-    """The module in a file, loaded once in this process; it can import files of its own folder."""
+    """Import the module in a file, once in this process; it can import files of its own folder."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: it must not hide common or the standard library
     name = f"user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
@@ -85,7 +85,7 @@ def refuse_other_neighbours(path, seen):
 
 
 def imports_of(path):
-    """The first words of what a file imports, anywhere in it."""
+    """Yield the first words of what a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
