@@ -16,15 +16,18 @@ from torch.nn.parameter import is_lazy
 
 from common.checkpoint import facts_of
 from common.data import DataFacts
+from common.device import is_gpu
 from common.errors import UserError, blamed
 from common.options import MODELS, Options, call_user, extra, find_function
 from common.sampler import seeded
 
 
-class Halve(nn.Module):
-    """nn.MaxPool2d(2), the same bits in half the time: torch's is slow on CPUs unless channels come last."""
+class MaxPool(nn.Module):
+    """nn.MaxPool2d(2); on CPUs the same bits in half the time: torch's is slow unless channels come last."""
 
     def forward(self, x):
+        if is_gpu(x.device):
+            return nn.functional.max_pool2d(x, 2)
         with torch.no_grad():
             last = x.contiguous(memory_format=torch.channels_last)
             where = nn.functional.max_pool2d(last, 2, return_indices=True)[1].contiguous()
@@ -39,8 +42,8 @@ def build_net(data):
     return nn.Sequential(
         OrderedDict(
             # Pooling before ReLU gives the same numbers as after it, from a quarter of the work.
-            block1=nn.Sequential(nn.Conv2d(channels, 10, 5), Halve(), nn.ReLU()),
-            block2=nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(), Halve(), nn.ReLU()),
+            block1=nn.Sequential(nn.Conv2d(channels, 10, 5), MaxPool(), nn.ReLU()),
+            block2=nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(), MaxPool(), nn.ReLU()),
             fc1=nn.Sequential(nn.Flatten(), nn.Linear(20 * rows * columns, 50), nn.ReLU(), nn.Dropout()),
             fc2=nn.Sequential(nn.Linear(50, data.classes), nn.LogSoftmax(1)),
         )

@@ -1,13 +1,14 @@
 """Ours against the DDP loops that people write by hand; and what feeds it.
 
     python tests/bench/loops.py                               # all of it, 15 minutes; an hour if it is busy
-    python tests/bench/loops.py --what gpt,bf16 --rounds 20   # net, resnet18, gpt, bf16, memory, index
+    python tests/bench/loops.py --what gpt,bf16 --rounds 20   # net, pool, resnet18, gpt, bf16, memory, index
     python tests/bench/loops.py --what net --device cuda      # one process on a GPU: the time by the clock
 
-A row is a net. The whole of train_ddp.py, the best loop by hand and the plain one train it in turn, with two
-processes each. The figures are the CPU time of both processes, ours by theirs. The best loop has a fused
-AdamW, gradients as views of their buckets, and memory that is kept; the plain one is as tutorials write it.
-`gpt` and `bf16` are a small GPT over tokens on the disk, clipped by all three.
+A row is a net, the same one on all sides. The whole of train_ddp.py, the best loop by hand and the plain one
+train it in turn, with two processes each. The figures are the CPU time of both processes, ours by theirs. The
+best loop has a fused AdamW, gradients as views of their buckets, and memory that is kept; the plain one is as
+tutorials write it. `gpt` and `bf16` are a small GPT over tokens on the disk, clipped by all three. `pool` alone
+has torch's own pooling by hand, and ours in ours: it shows what that gains.
 
 Of the best loop's time 0.88 (`net`: 0.79) are forward, backward and update of one batch; with DDP's exchange,
 but without data and log, they are 1.00 to 1.02. So no loop around DDP is faster. What ours pays besides, in a
@@ -42,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.data import batches, load_data
-from common.extras.gpt import build_gpt
+from common.models import build_model
 from common.options import Options
 from common.sampler import ElasticSampler
 from common.world.world import keep_memory
@@ -69,10 +70,12 @@ class Row(NamedTuple):
     size: int  # of a batch
     steps: int  # that count, after as many that do not
     bf16: bool = False
+    tutorial: bool = False  # by hand the net as tutorials write it
 
 
 ROWS = {
     "net": Row("net", (60_000, 1, 28, 28), 128, 60),
+    "pool": Row("net", (60_000, 1, 28, 28), 128, 60, tutorial=True),
     "resnet18": Row("resnet18", (512, 3, 64, 64), 32, 4),
     "gpt": Row("gpt", (200_000,), 16, 10),
     "bf16": Row("gpt", (200_000,), 16, 10, bf16=True),
@@ -98,13 +101,14 @@ class Tutorial(nn.Module):
 
 # ---- loops by hand ----
 def net_of(row):
+    """The net of the loops by hand: that of train_ddp.py, unless the row is there to compare two."""
+    if row.tutorial:
+        return Tutorial()
     if row.net == "gpt":
-        return build_gpt(SimpleNamespace(vocab=VOCAB, classes=VOCAB, sample_shape=(LENGTH,)), SIZE)
-    if row.net == "resnet18":
-        from torchvision import models
-
-        return models.resnet18(num_classes=10)
-    return Tutorial()
+        data = SimpleNamespace(name="tokens", vocab=VOCAB, classes=VOCAB, sample_shape=(LENGTH,))
+        return build_model(Options(model=f"gpt:{SIZE}"), data)
+    data = SimpleNamespace(name="drawn", vocab=None, classes=10, sample_shape=row.shape[1:])
+    return build_model(Options(model=row.net), data)
 
 
 def pictures(row, folder, rank, ranks):
@@ -172,8 +176,6 @@ def count(steps, file, device):
 
     def update(optimizer, *_):
         nonlocal began
-        if len(optimizer.param_groups[0]["params"]) == 1:  # ours tries it on one weight before it begins
-            return
         number = next(made)
         if number == steps:
             began = now()
@@ -268,7 +270,7 @@ def index(rounds):
 
 
 def main():
-    args = arguments(__doc__, what="net,resnet18,gpt,bf16,memory,index", device="cpu", rounds=20)
+    args = arguments(__doc__, what="net,pool,resnet18,gpt,bf16,memory,index", device="cpu", rounds=20)
     torch.set_num_threads(1)
     for name in args.what.split(","):
         with tempfile.TemporaryDirectory() as folder:
