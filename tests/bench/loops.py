@@ -7,7 +7,7 @@
 A row is a net, the same one on all sides. The whole of train_ddp.py, the best loop by hand and the plain one
 train it in turn, with two processes each. The figures are the CPU time of both processes, ours by theirs. The
 best loop has a fused AdamW, gradients as views of their buckets, and memory that is kept; the plain one is as
-tutorials write it. `gpt` and `bf16` are a small GPT over tokens on the disk, clipped by all three. `pool` alone
+tutorials write it. `gpt` and `bf16` are a small GPT over tokens on the disk, clipped by all. `pool` alone
 has torch's own pooling by hand, and ours in ours: it shows what that gains.
 
 Of the best loop's time 0.88 (`net`: 0.79) are forward, backward and update of one batch; with DDP's exchange,

@@ -31,21 +31,15 @@ def checkpoints_are_whole(run, tries=1):
 Change = collections.namedtuple("Change", "lost of_survivors of_the_dead survived facts")
 
 
-def changes(run, struck, shards=0):
+def changes(run, struck):
     """What each change of life has cost: the steps that are made again, a survivor's among them, and those
     only the dead had.
     """
-    from common.world.world import copies_of
-
     found = []
     all_lives = lives(run)
     for life, following in zip(all_lives, all_lives[1:], strict=False):
         done = done_by_rank(run, life["life"])
         survivors = [rank for rank, pid in enumerate(life["pids"]) if pid not in struck]
-        stages = life.get("stages", 1)
-        parts = life["world"] // copies_of(life["world"] // stages, shards)
-        if {rank % parts for rank in survivors} != set(range(parts)):
-            survivors = []  # a part has died in all copies
         lost = max(0, max(done.values(), default=0) - following["step"])
         of_survivors = max(0, max((done.get(rank, 0) for rank in survivors), default=0) - following["step"])
         found.append(
@@ -74,12 +68,10 @@ def samples_are_exact(run):
     return counts
 
 
-def every_step_is_logged_once(run, last, but_the_last=False):
-    """`but_the_last`: a step that train_mp.py makes on its way out is not logged."""
+def every_step_is_logged_once(run, last):
     lines = rows(run)
     steps = [line["step"] for line in lines if "val_loss" not in line]
-    all_steps = list(range(1, last + 1))
-    assert steps == (sorted(set(steps) & set(all_steps)) if but_the_last else all_steps)
+    assert steps == list(range(1, last + 1))
     evaluations = [line["step"] for line in lines if "val_loss" in line]
     assert evaluations == sorted(set(evaluations)) and last in evaluations, evaluations
 

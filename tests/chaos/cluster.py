@@ -34,7 +34,6 @@ class Cluster:
         self.store = None
         self.signalled = []
         self.cut = False
-        self.multiple = 2 if env["CHAOS_SCRIPT"] == "mp" else 1  # a process for each stage
         self.env = dict(env)
         if self.kind == "plain":
             self.add(size or rng.randint(1, 4))
@@ -57,7 +56,6 @@ class Cluster:
 
     def add(self, processes):
         """One more node, of so many processes."""
-        processes += processes % self.multiple
         agent = self.jobs.start(
             self.program,
             f"--nproc_per_node={processes}",

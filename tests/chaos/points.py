@@ -91,10 +91,10 @@ def around(owner, attribute, before=None, after=None):
 
 def plant(script):
     """Around the names that the script and its Run use, torch's own hooks, and the system calls of a save."""
+    import common.run
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    import common.run
     from common.ledger import Audit
     from common.store import CheckpointStore
     from common.training import TrainState

@@ -130,15 +130,14 @@ def test_a_stop_at_a_random_moment_is_saved_in_seconds(jobs, tmp_path):
     assert time.monotonic() - asked < 30 and saved(tmp_path)
 
 
-@pytest.mark.parametrize("flags", [(), ("--recompute",)])
-def test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net(jobs, tmp_path, flags):
+def test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net(jobs, tmp_path):
     """The net draws dropout in several stages; without --virtual-ranks a GPU adds up in any order."""
     train(jobs, tmp_path / "ddp", "train_ddp.py", *SMALL, "--virtual-ranks=8")
-    train(jobs, tmp_path / "mp", "train_mp.py", *SMALL, "--virtual-ranks=8", devices(0, 0), *flags)
+    train(jobs, tmp_path / "mp", "train_mp.py", *SMALL, "--virtual-ranks=8", devices(0, 0))
     assert digest(jobs, tmp_path / "ddp") == digest(jobs, tmp_path / "mp")
     model = (*SMALL, "--micro-batch-size=8", *TEXT, "--log-every=1")
     train(jobs, tmp_path / "whole", "train_ddp.py", *model)
-    train(jobs, tmp_path / "cut", "train_mp.py", devices(0, 0), *model, *flags)
+    train(jobs, tmp_path / "cut", "train_mp.py", devices(0, 0), *model)
     assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), abs=1e-3)
 
 

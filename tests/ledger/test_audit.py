@@ -33,7 +33,6 @@ def live(run, life, world, resumed, until, behind=0, dies_in=None, n=N, at=None)
         n=n,
         seed=SEED,
         global_batch_size=BATCH,
-        stages=1,
     )
     for rank in range(world):
         log = Audit(run, life, rank)
@@ -146,7 +145,7 @@ def test_what_cannot_be_audited_is_refused_in_words(tmp_path, capsys):
         return error
 
     is_refused()
-    Ledger(tmp_path).event("life", life="aa", world=1, step=0, stages=1)
+    Ledger(tmp_path).event("life", life="aa", world=1, step=0)
     is_refused()
     Audit(tmp_path, "aa", 0).begin(1, [1])  # no step was finished
     assert "train with --audit, or Elastic(audit=True)" in is_refused()

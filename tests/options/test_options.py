@@ -171,10 +171,7 @@ FREE = {
     "audit",
     "debug",
     "show_scatter",
-    "stages",
     "balance",
-    "recompute",
-    "shard",
     "vocab_size",
     "patience",
     "best",
@@ -242,9 +239,7 @@ def set_environment(patch, environ):
         ({"MASTER_PORT": "abc"}, "ddp", "", "MASTER_PORT='abc'"),
         # flags that cannot work in this world
         ({}, "dp", "", "use train_ddp.py"),
-        ({}, "mp", "--stages 3", "cannot be divided"),
-        ({}, "mp", "--devices cpu,cpu", "--devices"),
-        ({}, "mp", "--virtual-ranks 1 --stages 1", "start at most 1 processes"),
+        ({}, "mp", "--virtual-ranks 1", "start at most 1 processes"),
     ],
 )
 def test_a_world_that_cannot_be_is_refused(capsys, monkeypatch, change, script, argv, word):
@@ -270,10 +265,10 @@ def test_what_torchrun_kubernetes_and_people_rightly_set_is_accepted(monkeypatch
 
 
 def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_workers(capsys):
-    assert parse_options("", ["--stages", "2"], "mp", processes=0).stages == 2
+    assert parse_options("", ["--virtual-ranks", "1"], processes=0).virtual_ranks == 1
     with pytest.raises(SystemExit):
-        parse_options("", ["--stages", "2"], "mp", processes=1)
-    assert "WORLD_SIZE=1 cannot be divided into groups of 2" in capsys.readouterr().err
+        parse_options("", ["--virtual-ranks", "1"], processes=2)
+    assert "WORLD_SIZE=2 is more than --virtual-ranks 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jobs import ROOT
     "check, given",
     [
         (one.test_a_save_that_is_still_copied_holds_the_weights_and_not_their_averages, ()),
-        (one.test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net, [("--recompute",)]),
+        (one.test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net, ()),
         (more.test_a_kill_of_a_rank_loses_no_step_and_one_that_stands_still_ends_at_the_limit, ()),
     ],
 )
