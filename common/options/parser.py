@@ -14,7 +14,7 @@ from pathlib import Path
 from common.errors import UserError, did_you_mean, end, ready_streams, say
 from common.options.options import FLAGS, Options, Values, read_options
 from common.options.rules import check_clashes, check_files, check_names, check_together, check_world, flag_of
-from common.options.user import refuse_foreign_code
+from common.options.user import extra
 from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits
 
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
@@ -27,7 +27,6 @@ MEANT = {  # by flags that others have
     "--gpus": "torchrun --nproc_per_node=N, which starts a process for each GPU",
     "--nproc": "torchrun --nproc_per_node=N, before the name of the script",
 }
-NOT_INHERITED = {"resume", "max_steps", "eval_only"}  # by a --fork
 
 
 class Parser(argparse.ArgumentParser):
@@ -140,7 +139,9 @@ def parse_options(
         begin_life()
         script = script or SCRIPTS.get(Path(sys.argv[0]).name, "ddp")
         given = read_flags(sys.argv[1:] if argv is None else argv, doc, script)
-        opts = Options(script=script, **_inherited(given, script))
+        if {"fork", "at"} & given.keys():
+            given = extra("fork")(given, script)
+        opts = Options(script=script, **given)
         check_names(opts)
         check_together(opts)
         check_files(opts)
@@ -172,21 +173,3 @@ def read_arguments(given: Values, own: Values) -> Options:
     check_files(opts)
     check_world(opts, here().size)
     return opts
-
-
-def _inherited(given, script):
-    """Add with --fork the flags of this run's own earlier lives, or of the run that it leaves."""
-    if not {"fork", "at"} & given.keys():
-        return given
-    if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():
-        raise UserError(
-            "--fork needs --at and --run-dir, and no --resume\nwrite --fork RUN --at N --run-dir NEW"
-        )
-    source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
-    taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"]} - NOT_INHERITED
-    flags = {}
-    for name, value in read_options(source).items():
-        if name in taken - given.keys():
-            flags[name] = tuple(value) if isinstance(value, list) else value
-    refuse_foreign_code(source, flags)
-    return flags | given

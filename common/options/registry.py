@@ -27,6 +27,7 @@ DATASETS = {  # name: its function of (options), and the flags that not every da
 EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported only where it is asked for
     "torchvision": "common.extras.nets:build_torchvision",
     "init_from": "common.extras.weights:load_weights",
+    "fork": "common.extras.fork:inherited",
     "freeze": "common.extras.weights:freeze",
     "load": "common.extras.load:load",
     "tokens": "common.extras.text:refuse_unshifted",

@@ -1,0 +1,22 @@
+"""A run that shares its first steps with another one (--fork RUN --at STEP), and its flags. No torch here."""
+
+from common.errors import UserError
+from common.options import FLAGS, read_options, refuse_foreign_code
+
+NOT_INHERITED = {"resume", "max_steps", "eval_only"}
+
+
+def inherited(given, script):
+    """Add to the given flags those of this run's own earlier lives, or of the run that it leaves."""
+    if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():
+        raise UserError(
+            "--fork needs --at and --run-dir, and no --resume\nwrite --fork RUN --at N --run-dir NEW"
+        )
+    source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
+    taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"]} - NOT_INHERITED
+    flags = {}
+    for name, value in read_options(source).items():
+        if name in taken - given.keys():
+            flags[name] = tuple(value) if isinstance(value, list) else value
+    refuse_foreign_code(source, flags)
+    return flags | given
