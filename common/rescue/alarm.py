@@ -11,6 +11,6 @@ class Alarm(threading.Event):
     deadline = math.inf
 
     def sound(self, seconds):
-        """Sets it; of several deadlines the first one stays."""
+        """Set it; of several deadlines the first one stays."""
         self.deadline = min(self.deadline, time.monotonic() + seconds)
         self.set()

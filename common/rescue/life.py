@@ -1,4 +1,4 @@
-"""The end of a job that makes no progress: its agent would restart it for ever."""
+"""A crash loop ends the job: its agent would restart it for ever."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,15 +11,15 @@ from common.place import here, note_that_it_waits
 from common.sampler import ElasticSampler
 from common.training import TrainState
 
-LIVES_IN_VAIN = 3  # in a row: they could not train, or began on one step and ended with an error
-LIVES_KILLED = 10  # in a row on one step: all made steps, and were killed before they saved
+FAILED_LIVES = 3  # in a row: they could not train, or began on one step and ended with an error
+KILLED_LIVES = 10  # in a row on one step: all made steps, and were killed before they saved
 SAMPLES_NAMED = 512  # in an error
 ENDS_A_ROW = {"stop", "refused", "done"}  # events: a life that has one ends the row
-FAILED = {"error", "hang"}  # events
+FAILURES = {"error", "hang"}  # events
 
 
 def refuse_a_crash_loop() -> None:
-    """Exit code 5 if three lives in a row have ended before they could train; call it before anything fails.
+    """Exit with code 5 if three lives in a row have ended before they could train; call it first of all.
 
     The agent counts the restarts, and its folder says which of them could train: each machine judges its own
     lives.
@@ -27,20 +27,20 @@ def refuse_a_crash_loop() -> None:
     place = here()
     if place.notes is None:
         return
-    last = range(place.restart - LIVES_IN_VAIN, place.restart)
+    last = range(place.restart - FAILED_LIVES, place.restart)
     # a cleaner of /tmp takes a life's folder before its note, some days after both were made
     known = [place.notes / f"attempt_{life}/{place.local_rank}" for life in last]
     opened = [place.notes / f"opened.{life}" for life in last]
     if all(map(Path.exists, known)) and not any(map(Path.exists, opened)):
         raise UserError(
-            f"{LIVES_IN_VAIN} lives in a row ended before they could train; their errors are above\n"
+            f"{FAILED_LIVES} lives in a row ended before they could train; their errors are above\n"
             "mend the cause, then start again",
             code=5,
         )
 
 
 def note_that_it_trains() -> None:
-    """Tells the agent that this life has met the others and loaded its state."""
+    """Tell the agent that this life has met the others and loaded its state."""
     place = here()
     if place.speaks and place.notes:
         with suppress(OSError):
@@ -49,23 +49,23 @@ def note_that_it_trains() -> None:
 
 
 def refuse_without_progress(lives: Iterable[Life], state: TrainState) -> None:
-    """Exit code 5 if too many lives in a row have begun on this step and ended; the newest one comes first.
+    """Exit with code 5 if too many lives in a row have begun on this step and ended; the newest one first.
 
     The refusal ends the row: the next start may try as often again. A step that was saved and then withdrawn
     is no progress: the next life began on the same step.
     """
     progress = state.progress
-    in_vain = 0
+    failed = 0
     row = []
     for life in lives:
         names = {event["event"] for event in life}
-        ended = names & ENDS_A_ROW and not names & FAILED  # the error of one rank stops the others
+        ended = names & ENDS_A_ROW and not names & FAILURES  # the error of one rank stops the others
         if ended or life[0]["step"] != progress.step:
             break
         row.append(life)
-        if names & FAILED or "first_step" not in names:
-            in_vain += 1
-    too_many = in_vain >= LIVES_IN_VAIN or len(row) >= LIVES_KILLED
+        if names & FAILURES or "first_step" not in names:
+            failed += 1
+    too_many = failed >= FAILED_LIVES or len(row) >= KILLED_LIVES
     complete = progress.finished and not progress.evaluation_due
     if complete or not too_many:
         return

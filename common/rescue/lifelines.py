@@ -35,29 +35,29 @@ class Lifelines:
         self.processes = processes
         self.lost = Alarm()
         self.death = Death()
-        self.begun = {}  # {line: the first part of its next message}
+        self.received = {}  # {line: the first part of its next message}
         self.lines = lifelines(world.store, world.rank, world.size) if world.store else []
         for line in self.lines:
             os.register_at_fork(after_in_child=line.close)  # a process for loading must not keep it open
 
     def tell(self, message):
-        """Rank 0 tells all, another rank tells rank 0."""
+        """Send a message: rank 0 to all, another rank to rank 0."""
         for line in self.lines:
             with suppress(OSError):
                 line.send(f"{message}\n".encode(), socket.MSG_DONTWAIT)
 
     def hear(self, line):
-        """The messages that have come whole over a line; None if it has ended."""
+        """Receive the messages that have come whole over a line; None if it has ended."""
         data = b""
         with suppress(OSError):
             data = line.recv(1 << 16)
         if not data:
             return None
-        *whole, self.begun[line] = (self.begun.get(line, b"") + data).split(b"\n")
+        *whole, self.received[line] = (self.received.get(line, b"") + data).split(b"\n")
         return [message.decode() for message in whole]
 
     def lose(self):
-        """Another rank has ended: all ranks shall know."""
+        """Let all ranks know that another one has ended."""
         if self.lost.is_set():
             return
         self.lost.sound(PEER_SECONDS)
@@ -67,7 +67,7 @@ class Lifelines:
         self.find_death(DEATH_SECONDS)
 
     def find_death(self, seconds=0.0):
-        """How a rank of this machine has ended, one that was killed if any; its launcher knows it late."""
+        """Find how a rank of this machine has ended, one that was killed if any; its launcher knows it late."""
         deadline = time.monotonic() + seconds
         while True:
             for rank, (pid, *machine) in enumerate(self.processes):

@@ -5,11 +5,11 @@ survivor is enough: every rank that is alive tries to save the last whole step b
 
 From a signal to the exit:
 1. `Watch` (watch.py) hears it on the thread of `_stand_by`, and has its name.
-2. The main thread ends its step; run.py sees that this rank `leaves`, and calls `leave`.
+2. The main thread ends its step; elastic.py sees that this rank `leaves`, and calls `leave`.
 3. `leave` finds its row of `WayOut`, saves (`rescue` of the store), prints one line, and exits with its code.
 4. If the main thread does not come within STEP_SECONDS, the thread calls `leave` in its place.
 
-A rank that hears the signal later waits in vain for the others, as after a death: a collective raises (gloo),
+A rank that hears the signal later waits for others that have gone, as after a death: a collective raises (gloo),
 or hangs (NCCL) until the thread comes.
 """
 
@@ -64,7 +64,7 @@ class Saved(NamedTuple):
     """What became of the newest whole step."""
 
     words: str = ""
-    whole: bool = False  # this rank has saved it, or its last part
+    whole: bool = False  # this rank has saved it
     failure: int = 0  # exit code
 
 
@@ -77,12 +77,12 @@ class Rescue:
         self.world = store.world
         self.ledger = store.ledger
         self.on_exit = on_exit  # called before this process ends early
-        self.control = self.state.opts.run_dir / "control"  # a person's wishes: rank 0 looks there
+        self.control = self.state.opts.run_dir / "control"  # a person's requests: rank 0 looks there
         self.save_asked = False  # a person has asked for a save, or a rank's clock
         self.agreed = ""  # why all ranks leave after this step
         self.ending = threading.Lock()  # taken for good by the thread that ends this life
 
-    # ---- a good day -------------------------------------------------------------------------------
+    # ---- from the first step to the last -----------------------------------------------------------
     def __enter__(self):
         with suppress(OSError):
             self.control.mkdir(mode=0o700, exist_ok=True)
@@ -109,14 +109,14 @@ class Rescue:
             if self.world.rank == 0:
                 progress = self.state.progress
                 self.ledger.event("done", step=progress.step, finished=progress.finished)
-            self._forget("stop")
+            self._delete_request("stop")
             self.store.release()  # not before all have met: a survivor needs the staging folder
         elif kind is None:
             raise error
 
     # ---- from a signal to the exit ----------------------------------------------------------------
     def _stand_by(self):
-        """The thread: hears what comes, and ends this life if the main thread does not in time."""
+        """Run in the thread: listen, and end this life if the main thread does not in time."""
         self.world.use_device()
         while self.watch.is_late(self.ending):
             self.leave(hangs=self.watch.hang.found.is_set())
@@ -127,34 +127,34 @@ class Rescue:
         return self.agreed or self.watch.signal
 
     def consult(self) -> None:
-        """All ranks agree whether to save, and whether to stop; call it on every rank."""
-        save = self._is_wished("save") or self.store.overdue
-        wishes = torch.tensor([save, self._is_wished("stop")]).int()
-        save, stop = self.world.all_sum(wishes).tolist()
+        """Agree with all ranks whether to save, and whether to stop; call it on every rank."""
+        save = self._is_requested("save") or self.store.overdue
+        requests = torch.tensor([save, self._is_requested("stop")]).int()
+        save, stop = self.world.all_sum(requests).tolist()
         if save:
             self.save_asked = True
-            self._forget("save")
+            self._delete_request("save")
         if stop:
             self.agreed = BY_A_PERSON
-            self._forget("stop")
+            self._delete_request("stop")
 
-    def _is_wished(self, name):
-        """Whether a person has made this file; rank 0 alone looks."""
+    def _is_requested(self, name):
+        """Return whether a person has made this file; rank 0 alone looks."""
         return self.world.rank == 0 and (self.control / name).exists()
 
-    def _forget(self, name):
-        """A person's wish is done: the file goes."""
+    def _delete_request(self, name):
+        """Delete the file of a request that was met."""
         if self.world.rank == 0:
             with suppress(OSError):
                 (self.control / name).unlink()
 
     @property
     def leaves(self) -> bool:
-        """Whether this rank leaves after this step. Ranks that save parts of one step leave together."""
+        """Whether this rank leaves after this step."""
         return bool(self.asked)
 
     def leave(self, error: BaseException | None = None, hangs: bool = False) -> None:
-        """The only way out of a life that ends early, on any thread: saves the newest whole step, exits.
+        """End this life early, on any thread, and nowhere else: save the newest whole step, exit.
 
         Returns only if the error is to be raised again, or if another thread ends this life.
         """
@@ -188,7 +188,7 @@ class Rescue:
             os._exit(code)  # without destructors, which may wait for a dead peer
 
     def _way_out(self, error, hangs):
-        """(way, cause), before the save. After an error of a collective it waits for the news of a death."""
+        """Return (way, cause) before the save; after an error of a collective wait for news of a death."""
         if hangs:
             return WayOut.HANG, self.watch.hang.report()
         if isinstance(error, UserError):  # all ranks have it: not a peer's death
@@ -203,7 +203,7 @@ class Rescue:
         return (WayOut.STOPPED, self.asked) if self.asked else (WayOut.ERROR, in_words(error))
 
     def _save(self, way):
-        """Never raises: this life ends in any case."""
+        """Save what there is; never raise: this life ends in any case."""
         if way is WayOut.REFUSED:
             return Saved()
         step = self.state.progress.step
@@ -218,17 +218,14 @@ class Rescue:
         return Saved(words, whole) if words else already
 
     def _end_of_the_peer(self):
-        """(way, cause), after the save: by now a launcher knows how the peer has ended, and what follows."""
+        """Return (way, cause) after the save: a launcher knows now how the peer has ended, and what follows."""
         if here().agent and not self.asked:
             self.watch.signalled.wait(AGENT_SECONDS)
         death = self.watch.lifelines.find_death(DEATH_SECONDS)
         return WayOut.PEER_DIED_ALL_STOP if self.asked else WayOut.PEER_DIED, death.words
 
     def _is_first(self, saved):
-        """Whether this rank is the first that tells of this end, of those that see one run folder.
-
-        A rank that saves the last part tells it even after one that has waited for it in vain.
-        """
+        """Return whether this rank is the first to report this end, of those that see one run folder."""
         if not saved.whole:
             time.sleep(SAVER_SECONDS)
         note = self.store.fence.staging / "told"
@@ -242,12 +239,12 @@ class Rescue:
 
 
 def end_children():
-    """Kills loading processes: one that hangs since its birth does not yet end with its rank."""
+    """Kill loading processes: one that hangs since its start does not yet end with its rank."""
     for process in active_children():
         process.kill()
 
 
 def in_words(error):
-    """One line that names the cause."""
+    """Return one line that names the cause."""
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return name + one_line(error)

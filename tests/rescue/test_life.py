@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.ledger import Ledger, newest_lives
 from common.options import Options
 from common.rescue import refuse_a_crash_loop
-from common.rescue.life import LIVES_KILLED, refuse_without_progress
+from common.rescue.life import KILLED_LIVES, refuse_without_progress
 
 
 def refused(run, *lives, step=7, **of_the_state):
@@ -45,7 +45,7 @@ def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(
         ([(7,), (5,), (7,), (7,)], None),
         ([(7,), (7, "stop"), (7,), (7,)], None),
         ([(7, *killed)] * 3, None),
-        ([(7, *killed)] * LIVES_KILLED, 5),
+        ([(7, *killed)] * KILLED_LIVES, 5),
         ([(7,), (7,), (7,), (7, "refused")], None),
     ]:
         assert (refused(tmp_path, *lives) or (None,))[0] == code, lives
