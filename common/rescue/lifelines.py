@@ -67,7 +67,7 @@ class Lifelines:
         self.find_death(DEATH_SECONDS)
 
     def find_death(self, seconds=0.0):
-        """Find how a rank of this machine has ended, one that was killed if any; its launcher knows it late."""
+        """Find how a rank of this machine ended, one that was killed if any; its launcher knows it late."""
         deadline = time.monotonic() + seconds
         while True:
             for rank, (pid, *machine) in enumerate(self.processes):

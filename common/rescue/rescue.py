@@ -9,8 +9,8 @@ From a signal to the exit:
 3. `leave` finds its row of `WayOut`, saves (`rescue` of the store), prints one line, and exits with its code.
 4. If the main thread does not come within STEP_SECONDS, the thread calls `leave` in its place.
 
-A rank that hears the signal later waits for others that have gone, as after a death: a collective raises (gloo),
-or hangs (NCCL) until the thread comes.
+A rank that hears the signal later waits for others that have gone, as after a death: a collective raises
+(gloo), or hangs (NCCL) until the thread comes.
 """
 
 import enum
@@ -218,7 +218,7 @@ class Rescue:
         return Saved(words, whole) if words else already
 
     def _end_of_the_peer(self):
-        """Return (way, cause) after the save: a launcher knows now how the peer has ended, and what follows."""
+        """Return (way, cause) after the save: a launcher knows by now how the peer ended."""
         if here().agent and not self.asked:
             self.watch.signalled.wait(AGENT_SECONDS)
         death = self.watch.lifelines.find_death(DEATH_SECONDS)
