@@ -64,7 +64,8 @@ def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, ov
     moved = [
         name
         for name, tensor in held(state).items()
-        if name not in state.statistics.committed and not torch.equal(tensor, before.get(name, torch.zeros_like(tensor)))
+        if name not in state.statistics.committed
+        and not torch.equal(tensor, before.get(name, torch.zeros_like(tensor)))
     ]
     assert state.scaler.get_scale() == (1.0 if overflows else 2.0) and bool(moved) != bool(overflows), moved
 
