@@ -96,13 +96,14 @@ def check_groups(optimizer, net):
 
 # ---- its state, by names ----
 def named_state(optimizer, names):
-    """{"weight/key": tensor} of what it remembers of each weight."""
+    """{"weight/key": tensor} of what it remembers of each weight; "weight/ema" is an average of the run's."""
     named = {}
     for i, part in enumerate(parts_of(optimizer)):
         for p, values in part.state.items():
             for key, value in values.items():
                 if torch.is_tensor(value):
-                    named[f"{names[p]}/{f'{i}.' if i else ''}{key}"] = value
+                    part_of = f"{i}." if i or key == "ema" else ""
+                    named[f"{names[p]}/{part_of}{key}"] = value
     return named
 
 

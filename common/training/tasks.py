@@ -115,7 +115,10 @@ class Task:
 
     def __call__(self, model, batch):
         with blamed(f"--task {self.spec}"):
-            return self.function(model, getattr(batch, "data", batch))
+            values = self.function(model, getattr(batch, "data", batch))
+        if not isinstance(values, dict):
+            raise UserError(f"what --task {self.spec} returned is a {type(values).__name__}\n{WANTED}")
+        return values
 
     def summed(self, loss, count, samples):
         """(sum, count) of a loss as people write it: a mean over samples, or the sum of `count` things."""

@@ -16,9 +16,9 @@ import torch
 from jobs import lives, rows
 from ranks import fork_ranks
 from refusals import refusal
-from samples import Facts, share_of, state_of
+from samples import Facts, Samples, Steps, share_of
 
-import common.run as house
+import common.elastic as house
 import train_ddp
 import train_mp
 from common.checkpoint.disk import sealed
@@ -26,7 +26,6 @@ from common.errors import guarded
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
-from common.training import backward, distribute
 from common.world import world as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"
@@ -68,7 +67,6 @@ STEPS = 5  # an epoch of pictures: 24, 24, 24, 24 and a ragged 11 samples
 def life(world, script, opts, kill=None):
     """A rank's life in a script, from its options to its end; `kill`, (rank, step, phase): SIGKILL there."""
     world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
-    world = world.in_stages(opts.stages or world.size, opts.shard)
     house.join = lambda opts: (pinned.pin(opts), world)[1]
     house.leave = lambda world: None  # fork_ranks ends them together
     torch.manual_seed(os.getpid())  # nothing may depend on the generator a process happens to have
@@ -86,19 +84,24 @@ def die_at(script, step, phase):
         if state.progress.step + 1 == step:
             signal.raise_signal(signal.SIGKILL)
 
-    original = script.backward
+    run = house.Elastic
+    pieces = run._pieces
+    update = run.step
 
-    def backward(model, batch, state, world):
+    def begin(self, batch):
         if phase == "before":
-            die(state)
-        if phase == "within" and world.size > 1:
-            model.net.register_forward_hook(lambda *_: die(state))
-        totals = original(model, batch, state, world)
-        if phase == "after":
-            die(state)
-        return totals
+            die(self.state)
+        if phase == "within" and self.world.size > 1:
+            self.net.register_forward_hook(lambda *_: die(self.state))
+        return pieces(self, batch)
 
-    script.backward = backward
+    def add(self, *loss):
+        update(self, *loss)
+        if phase == "after" and self.gradient.is_last and self.progress.step == step:
+            signal.raise_signal(signal.SIGKILL)  # the step is counted, and in no checkpoint
+
+    run._pieces = begin
+    run.step = add
 
 
 def options(folder, given):
@@ -227,19 +230,21 @@ def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, cap
 
 
 def test_more_processes_than_slices_are_refused():
-    with refusal("makes 3 replicas, more than --virtual-ranks 2"):
+    with refusal("WORLD_SIZE=3 is more than --virtual-ranks 2"):
         check_world(Options(virtual_ranks=2), 3)
 
 
 # ---- parts ----------------------------------------------------------------------------------------
 def small(world, virtual_ranks):
-    """A net of the tests, its state and a batch, without a script around them."""
+    """Steps of a net of the tests, without a script around them."""
     opts = options(Path("unused"), CNN | {"virtual_ranks": virtual_ranks})
     pinned.pin(opts)
     data = Facts("pictures", 4, (1, 12, 12))
-    net = build_model(opts, data)
-    state = state_of(net, opts, 107)
-    return distribute(net, opts, world), state
+    return Steps(build_model(opts, data), opts, world, split=pictures_of_one(), samples=107)
+
+
+def pictures_of_one():
+    return Samples(torch.zeros(1, 1, 12, 12), torch.zeros(1, dtype=torch.int64))
 
 
 def batch_at(world, step, slices, size=24):
@@ -251,11 +256,11 @@ def batch_at(world, step, slices, size=24):
 
 def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
     def scaled(world):
-        model, state = small(world, 3)
+        steps = small(world, 3)
+        state = steps.state
         state.opts = replace(state.opts, clip_grad_norm=0.0)
         state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        backward(model, batch_at(world, 0, 3, size=1), state, world)
-        state.update(1)
+        steps.step(batch_at(world, 0, 3, size=1))
         return state.progress.step
 
     assert fork_ranks(3, scaled) == [1, 1, 1]
@@ -263,9 +268,9 @@ def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
 
 def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
     def infinite(world, virtual_ranks):
-        model, state = small(world, virtual_ranks)
-        backward(model, batch_at(world, 0, virtual_ranks), state, world)
-        state.update(24)
+        steps = small(world, virtual_ranks)
+        state = steps.state
+        steps.step(batch_at(world, 0, virtual_ranks))
         counted = [int(b) for n, b in state.statistics.committed.items() if n.endswith("num_batches_tracked")]
         return state.statistics.committed["0.infinite"].tolist(), counted
 
