@@ -18,13 +18,13 @@ from ranks import fork_ranks
 from torch import nn
 from torch.utils.data import default_collate
 
-import common.run
+from common import elastic
 from common.checkpoint import weights_of
-from common.elastic import Elastic
 from common.sampler import ElasticSampler
 from common.world import world as pinned
 
 FLAGS = Path(__file__).with_name("flags.py")
+SLICES = {"virtual_ranks": 4}
 SAMPLES = 46
 BATCH = 11  # the last batch has 2 samples: one of three ranks has none
 TESTED = 23
@@ -37,6 +37,22 @@ class Wrong(Exception):
 
 class Samples(list):
     """A dataset that may have a collate."""
+
+
+class Part(nn.Module):
+    """A net in one line: a function of this module and its inputs; tensors are buffers."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if type(part) is torch.Tensor:
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs, **named):
+        return self.function(self, *inputs, **named)
 
 
 class Program:
@@ -59,6 +75,7 @@ class Program:
     told = ""  # what a warning says: then the numbers may be others
     breaks = False  # the loop over batches is left at the end of each epoch
     red = ""  # the finding that it waits for
+    rehearsed = False  # it differs by the number of processes, and launch/rehearse.py says so
 
     def __init_subclass__(cls):
         Program.rows.append(cls)
@@ -92,14 +109,14 @@ class Program:
         """What the loop does after a step."""
 
     def loop(self, run):
-        for _ in range(3 if self.breaks else 1):
-            for batch in run:
+        for epoch in run.epochs():
+            for batch in epoch:
                 self.step(run, batch)
-                self.after(run.net, run.optimizer, run.progress.step)
-                if run.epoch_ended:
-                    self.report(run)
-                    if self.breaks:
-                        break
+                if run.stepped:
+                    self.after(run.net, run.optimizer, run.progress.step)
+                if self.breaks and run.progress.epoch_over:
+                    break
+            self.report(run)
 
     def step(self, run, batch):
         run.step(*self.values(run, batch)["loss"])
@@ -120,15 +137,16 @@ class Program:
     def made(self):
         """The net; in the last call of its training this process is killed."""
 
-        def count(net, _):
+        def count(*_):
             self.calls += net.training and torch.is_grad_enabled()
             if self.calls == self.last_call:
                 self.die()
 
         torch.manual_seed(1)
         net = self.net()
-        if self.last_call:
-            net.register_forward_pre_hook(count)
+        if self.last_call:  # Stages wants no hook of the whole net
+            part = net[0] if isinstance(net, nn.Sequential) else net
+            part.register_forward_pre_hook(count)
         return net
 
     def die(self):
@@ -190,7 +208,7 @@ def script(program, given, name="train_ddp.py"):
 
 
 def stages(program, given):
-    script(program, given, "train_mp.py")
+    script(program, given | {"devices": "cpu,cpu"}, "train_mp.py")
 
 
 def replicas(program, given):
@@ -202,7 +220,7 @@ def loop(program, given):
     net = program.made()
     train, test = program.sets()
     given = given | {"net": net, "optimizer": program.optimizer(net), "dataset": train, "test_set": test}
-    with Elastic(**given, batch_size=BATCH, tensorboard=False) as run:
+    with elastic.Elastic(**given, batch_size=BATCH, tensorboard=False) as run:
         program.loop(run)
 
 
@@ -218,13 +236,14 @@ def live(world, program, door, folder, last_call):
     def join(opts):
         pinned.pin(opts)
         devices = tuple(map(torch.device, opts.devices)) or world.devices
-        return replace(world, devices=devices).in_stages(world.size if opts.script == "mp" else 1)
+        return replace(world, devices=devices)
 
-    common.run.join = join
-    common.run.leave = lambda world: None  # fork_ranks ends them together
+    elastic.join = join
+    elastic.leave = lambda world: None  # fork_ranks ends them together
     program.last_call = last_call * (world.rank == world.size - 1)
-    given = {"run_dir": folder / "run", "epochs": 2, "log_every": 1, "save_every": 1}
+    given = {"run_dir": folder / "run", "epochs": 2, "log_every": 1}
     given["device"] = world.device.type
+    given["save_every"] = 1 if world.size == 1 else 500  # else a survivor saves
     code = 0
     try:
         door(program, given | program.flags)
@@ -283,8 +302,6 @@ def check_numbers(program, door, folder):
     plan = program.lives
     if program.refused or door is replicas:
         plan = alone
-    elif door is stages:
-        plan = program.lives[-1:]
     found, said = trained(program, door, folder / "killed", plan)
     if not re.search(program.told, said):
         raise Wrong(f"wanted is a line: {program.told}\n{said}")

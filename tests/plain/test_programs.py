@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from jobs import weights
 from program import (
+    SLICES,
     TESTED,
+    Part,
     Program,
     Samples,
     Wrong,
@@ -43,24 +45,7 @@ from torch.utils.data import default_collate
 from common.checkpoint import weights_of
 from common.errors import UserError
 
-SLICES = {"virtual_ranks": 4}
 RED = partial(pytest.mark.xfail, strict=True, raises=pytest.fail.Exception)
-
-
-class Part(nn.Module):
-    """A net in one line: a function of this module and its inputs; tensors are buffers."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            if type(part) is torch.Tensor:
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-    def forward(self, *inputs, **named):
-        return self.function(self, *inputs, **named)
 
 
 # ---- nets -------------------------------------------------------------------------------------------
@@ -368,7 +353,7 @@ class Vae(Diffusion):
 class OtherDraws(Diffusion):
     """Draws of random and numpy."""
 
-    doors = "script"
+    doors = "script stages"
 
     def net(self):
         def forward(net, x):
@@ -377,13 +362,6 @@ class OtherDraws(Diffusion):
         return nn.Sequential(Part(forward, inner=nn.Linear(6, 8)), Part(forward, inner=nn.Linear(8, 3)))
 
     loss = Program.loss
-
-
-class StagedDraws(OtherDraws):
-    """Between stages only the state of torch's generator goes on."""
-
-    doors = "stages"
-    refused = "only torch's draws go on|two devices or more"
 
 
 class Arcface(Program):
@@ -511,17 +489,21 @@ class LabelColumn(Program):
 class Means(Program):
     """A sum of means, as nets for detection return it."""
 
-    refused = "mean"
+    doors = "loop"
 
     def scores(self, out, y):
-        return {"loss": (F.cross_entropy(out, y) + out.square().mean(), len(y))}
+        return {"loss": ((F.cross_entropy(out, y) + out.square().mean()) * len(y), len(y))}
+
+    def step(self, run, batch):
+        loss, count = self.values(run, batch)["loss"]
+        run.step(loss / count)
 
 
 class Contrast(Program):
     """Each sample against the others of the batch."""
 
     doors = "script"
-    told = "add up"
+    rehearsed = True
     outputs = 6
 
     def scores(self, out, y):
@@ -887,17 +869,18 @@ class Scheduler(Program):
     """A scheduler of torch."""
 
     doors = "loop"
-    refused = "give Elastic.schedule"
-    right = 1
+
+    def optimizer(self, net):
+        optimizer = super().optimizer(net)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return optimizer
 
     def after(self, net, optimizer, step):
-        torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
+        self.scheduler.step()
 
 
 class Decay(Program):
     doors = "loop"
-    refused = "weight_decay"
-    right = 3
 
     def after(self, net, optimizer, step):
         optimizer.param_groups[0]["weight_decay"] = 0.1 * (step > 2)
@@ -905,7 +888,7 @@ class Decay(Program):
 
 class Unfrozen(Program):
     doors = "loop"
-    refused = "requires_grad"
+    refused = "which weights train"
     right = 3
 
     def net(self):
@@ -1029,7 +1012,7 @@ def rows_by(*doors):
         )
         for row in Program.rows
         for door in doors
-        if door.__name__ in row.doors
+        if door.__name__ in row.doors and not row.rehearsed
     ]
 
 
