@@ -294,6 +294,7 @@ class Run:
             job=this_process()["job"],
             pids=pids,
             hosts=hosts,
+            starts=self.rescue.watch.starts,
             step=self.progress.step,
             epoch=self.progress.epoch,
             position=self.progress.position,

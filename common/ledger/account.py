@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.ledger.ledger import Record, lines_back, parse, read
-from common.place import began
+from common.place import start_of
 
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
 BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
@@ -33,7 +33,6 @@ FIELDS = {  # without which an event is damaged, and left out like a torn line: 
 CLOCK = b'"event": "steps"'  # in the line of an entry of the clock, and in no other
 RECENT = 10  # entries of the clock that the rate is taken from
 QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
-WALL_CLOCK_SECONDS = 60.0  # it may be set back so far while a run trains
 
 Life = list[Record]  # its events in order; the first is named "life"
 
@@ -229,11 +228,14 @@ def now(lives, events, told):
 
 
 def _running(life):
-    """{rank: pid} of this machine's processes that live. One that began later has only the same number."""
-    places = zip(life["pids"], life["hosts"], strict=True)
-    local = {rank: pid for rank, (pid, host) in enumerate(places) if host == socket.gethostname()}
-    latest = life["t"] + WALL_CLOCK_SECONDS
-    return {rank: pid for rank, pid in local.items() if (began(pid) or math.inf) < latest}
+    """{rank: pid} of this machine's processes that live. One with another start has only the same number."""
+    host = socket.gethostname()
+    processes = zip(life["pids"], life["hosts"], life.get("starts", ()), strict=False)
+    return {
+        rank: pid
+        for rank, (pid, its_host, start) in enumerate(processes)
+        if its_host == host and start_of(pid) == start
+    }
 
 
 # ---- samples --------------------------------------------------------------------------------------
