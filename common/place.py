@@ -19,6 +19,8 @@ MEETING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STOPPED = 143  # exit code of one that has obeyed
 SURVIVORS = "survivors"  # a note: those of the life before may still save
+# How many tasks srun or mpirun has started; each is a process of its own until WORLD_SIZE is set.
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 NO_NUMBER = -1  # stands for a variable that is no whole number
 DEAD = b"ZX"  # states in /proc/PID/stat: zombie or dead
 
@@ -30,6 +32,7 @@ class Place(NamedTuple):
     size: int
     local_rank: int  # on this machine; if it is not set, all ranks are on one
     local_size: int
+    local_size_is_set: bool
     address: str  # where rank 0 listens
     port: int
     agent: str  # run id of torchrun's agent above this process; empty without one
@@ -67,6 +70,7 @@ def here() -> Place:
         size=size,
         local_rank=_number("LOCAL_RANK", rank),
         local_size=local_size,
+        local_size_is_set="LOCAL_WORLD_SIZE" in environ,
         address=environ.get("MASTER_ADDR", ""),
         port=_number("MASTER_PORT", NO_NUMBER),
         agent=environ.get("TORCHELASTIC_RUN_ID", ""),
@@ -83,6 +87,12 @@ def here() -> Place:
 def _number(name, default):
     text = os.environ.get(name, str(default))
     return int(text) if text.isascii() and text.isdecimal() else NO_NUMBER
+
+
+def tasks_beside() -> str:
+    """The variable that tells of siblings which this process does not know of; empty if none does."""
+    named = [f"{name}={os.environ[name]}" for name in TASKS if _number(name, 1) > 1]
+    return "" if "WORLD_SIZE" in os.environ else " ".join(named[:1])
 
 
 def meeting_variables() -> str:
@@ -158,7 +168,12 @@ def this_process() -> dict[str, Any]:
 
 def _named(pid):
     """A pid and its start in ticks since boot: a pid may be used again. One that has ended has no start."""
-    return [pid, _state(pid)[0]]  # as JSON gives it back
+    return [pid, start_of(pid)]  # as JSON gives it back
+
+
+def start_of(pid: int) -> int | None:
+    """When a process of this machine has begun, in ticks since boot; None if it does not live."""
+    return _state(pid)[0]
 
 
 def _state(pid):

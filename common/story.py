@@ -117,6 +117,7 @@ def life_event(run):
         "job": this_process()["job"],
         "pids": pids,
         "hosts": hosts,
+        "starts": run.rescue.watch.starts,
         "step": run.progress.step,
         "epoch": run.progress.epoch,
         "position": run.progress.position,

@@ -55,10 +55,10 @@ from launch.worker import work
 
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
 # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
-# comes later is taken in within seconds. The nodes' clocks must differ by less than 6 seconds, or a live node
-# counts as dead.
+# comes later is taken in within seconds. Nodes whose clocks differ by as much would count each other as dead.
 MEETING = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
+CLOCKS_APART_SECONDS = 3  # at most; a heartbeat is up to 2 seconds old besides
 AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a moment
 # The main thread may wait in C for a silent store. After this time another thread obeys the signal. Less than
 # AGENT_SECONDS of common/rescue: else another machine's stop is a death to the ranks of this one.
@@ -238,6 +238,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         self._rdzv_handler.num_nodes_waiting()  # reads the state
         if self.came:
             return
+        self.refuse_another_clock()
         key = f"launch/facts/{self._rdzv_handler.get_run_id()}"
         if not self.state.participants:
             store.set(key, json.dumps(self.facts))
@@ -249,6 +250,35 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                     f"this machine has {name} {self.facts.get(name)}, the others train with {value}\n"
                     "give every machine the same code, environment, data and options"
                 )
+
+    def refuse_another_clock(self):
+        """By a clock that is ahead the others are dead: this machine would throw them out.
+
+        A heartbeat has the time of its machine; if it seems to be too old, or to come, the next one tells.
+        """
+        first = self.beats()
+        interval = self._rdzv_handler.settings.keep_alive_interval.total_seconds()
+        deadline = time.monotonic() + interval + 1  # by then a machine that is alive has beaten
+        if any(-1 < time.time() - beat < CLOCKS_APART_SECONDS for beat in first.values()):
+            return
+        while first and time.monotonic() < deadline:
+            time.sleep(0.1)
+            now = time.time()
+            for node, beat in self.beats().items() - first.items():
+                if abs(now - beat) < CLOCKS_APART_SECONDS:
+                    return
+                ours, theirs = (time.strftime("%H:%M:%S", time.localtime(t)) for t in (now, beat))
+                raise UserError(
+                    f"this machine's clock says {ours}, that of {node.addr} {theirs}\n"
+                    f"over {CLOCKS_APART_SECONDS} s apart each counts the other as dead: "
+                    "set both right (chronyc tracking)"
+                )
+
+    def beats(self):
+        """{machine: the time of its last heartbeat}; `state` lacks those that seem to be dead."""
+        found = self._rdzv_handler._state_holder._backend.get_state()
+        beats = dynamic_rendezvous.pickle.loads(found[0]).last_heartbeats if found else {}
+        return {node: beat.timestamp() for node, beat in beats.items()}
 
     def _monitor_workers(self, group):
         """Restarts ranks that wait at their start for a dead machine; later they notice by themselves."""
@@ -481,12 +511,15 @@ def settle(args, folder):
         args.rdzv_conf += ",store_type=file,keep_alive_interval=3600"  # each heartbeat makes the file longer
         args.local_addr = "127.0.0.1"
     args.local_addr = args.local_addr or address_towards(args.rdzv_endpoint)
+    seconds = getattr(args, "shutdown_timeout", None)  # newer than torch 2.11
+    if seconds is not None:
+        os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(seconds)
 
 
 def address_towards(endpoint):
     """This machine's address towards HOST:PORT if its own name is a loopback, as on Debian; else None."""
     host, _, port = endpoint.rpartition(":")
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # also a name of more than 63 characters
         if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
             return None
     with suppress(OSError, ValueError), socket.socket(type=socket.SOCK_DGRAM) as probe:
@@ -520,6 +553,10 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         if Agent.newest and Agent.newest.codes:
             raise RuntimeError from error  # with its traceback; a broken pipe would have none
+        if not os.path.isdir(folder):
+            raise UserError(
+                f"{folder}, the launcher's folder, was removed\nstart it again", code=1
+            ) from error
         reason = one_line(error) if str(error) else "a number is out of range"
         raise UserError(
             f"torchrun cannot start so: {reason}\nits flags were {' '.join(arguments)}; see torchrun --help",

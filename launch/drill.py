@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
-from common.errors import UserError, run_command  # noqa: E402
+from common.errors import UserError, run_command, say  # noqa: E402
 from common.extras.audit import audit  # noqa: E402
 from common.extras.report import summarize  # noqa: E402
 from common.ledger import lives_of, named  # noqa: E402
@@ -63,7 +63,7 @@ def complete(command):
     found = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         for line in job.stdout:
-            print(line, end="", flush=True)
+            say(line.rstrip("\n"))
             found = re.fullmatch(r"done at step \d+: (?:.*, )?(.+)\n", line) or found
     if job.returncode or not found:
         raise UserError(f"the command ended with code {job.returncode}, and completed no run\nsee above")
@@ -120,7 +120,7 @@ def report(calm, run, kills, missing):
     weights, others = (weights_of(folder, "newest")[0] for folder in (calm, run))
     apart = max((weights[name].double() - others[name].double()).abs().max() for name in weights)
     distance = f"differ by {apart:.1e} or less" if apart else "the same bits as of the undisturbed run"
-    print(
+    say(
         f"lives                     {len(lives)}, of {', '.join(map(str, worlds))} processes\n"
         f"seconds to the next step  {', '.join(f'{second:.1f}' for second in seconds)}\n"
         f"samples                   missed {counts['missed']}, repeated {counts['repeated']}\n"
@@ -136,7 +136,7 @@ def report(calm, run, kills, missing):
         "with --virtual-ranks each bit is the same": apart and options["virtual_ranks"],
     }
     for promise in filter(broken.get, broken):
-        print(f"broken: {promise}")
+        say(f"broken: {promise}")
     return int(any(broken.values()))
 
 

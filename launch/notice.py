@@ -6,7 +6,7 @@
 AWS, GCP and Azure announce it at an address inside the machine, 30 seconds to 15 minutes ahead; a file that
 appears (--file) announces it too. The command takes the place of this process, so that its signals and its
 exit code stay its own; a child of it watches and ends with it. `--pid PID` watches for a launcher that runs
-already. In Kubernetes and Slurm nothing is needed: they send the signal themselves.
+already. Slurm sends the signal itself, and so does Kubernetes where something drains the node.
 """
 
 import argparse
@@ -20,6 +20,11 @@ import urllib.request
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
+
+sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
+
+from common.errors import ready_streams, say  # noqa: E402
 
 ADDRESS = os.environ.get("NOTICE_ADDRESS", "http://169.254.169.254")  # the same in all three clouds
 EVERY_SECONDS = float(os.environ.get("NOTICE_SECONDS", 2))
@@ -36,8 +41,10 @@ def ask(path, headers, method="GET"):
 
 def aws():
     token = ask("latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
-    # without a notice the answer is 404, an OSError
-    notice = ask("latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+    try:
+        notice = ask("latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+    except HTTPError:  # 404: there is none
+        return ""
     return f"AWS will {json.loads(notice)['action']} this machine"
 
 
@@ -55,9 +62,14 @@ def azure():
     for event in events:
         if event["EventType"] in ends and name in event["Resources"]:
             return f"Azure announces a {event['EventType']} of this machine"
+    return ""
+
+
+CLOUDS = {"AWS": aws, "GCP": gcp, "Azure": azure}
 
 
 def main():
+    ready_streams()  # `process` must not get the number of a closed one
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,22 +95,26 @@ def main():
 
 def watch(process, file):
     """Until the process has ended, or is asked to."""
+    told = set()
     while not select.select([process], [], [], EVERY_SECONDS)[0]:
-        notice = f"{file} is there" if file and file.exists() else look()
+        cloud, notice = ("", f"{file} is there") if file and file.exists() else look()
         if notice:
-            print(f"notice: {notice}: SIGTERM to the training", file=sys.stderr)
             signal.pidfd_send_signal(process, signal.SIGTERM)
+            say(f"notice: {notice}: SIGTERM to the training", sys.stderr)
             return
+        if cloud not in told:
+            told.add(cloud)
+            nobody = f"no cloud answers at {ADDRESS}: {f'only {file}' if file else 'nothing'} is watched"
+            say(f"notice: {f'{cloud} answers' if cloud else nobody}", sys.stderr)
 
 
 def look():
-    """What the first cloud that has something to say announces, or None."""
-    for cloud in (aws, gcp, azure):
+    """(the cloud that answers, what it announces), each empty if there is none."""
+    for name, cloud in CLOUDS.items():
         # another cloud's words, or none at all
         with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):
-            notice = cloud()
-            if notice:
-                return notice
+            return name, cloud()
+    return "", ""
 
 
 if __name__ == "__main__":

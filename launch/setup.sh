@@ -13,7 +13,7 @@ set_up() {
     if [ "$active" ] && [ "$active" != "$own" ]; then
         PYTHON=$active/bin/python
         if has_all "$@"; then return; fi
-        echo "the active $active lacks some of what $* ask for: $own is used" >&2
+        echo "the active $active lacks some of what $* ask for: $own is used" >&2 || :  # a full log stops nothing
     fi
     PYTHON=$own/bin/python
     # none yet, half of one, or it was moved

@@ -39,9 +39,15 @@ mkfifo "$folder/store" "$folder/agents"
 exec 8<> "$folder/store" 9<> "$folder/agents"         # to close one of them asks its readers to leave
 exec 6< "$folder/store" 7< "$folder/agents"           # opened here: later, nobody may hold the other end
 trap 'exec 9>&-' INT TERM HUP USR1
-on "${hosts[0]}" launch/store.py "$meeting" <&6 > "$folder/said" & store=$!
-until grep "store on" "$folder/said"; do kill -0 "$store" || exit 2; sleep 0.1; done 2> /dev/null
-echo "to join later, on another machine: python ${words[*]}"
+serve() {  # one that dies is started again; one that is asked to leave ends with 0
+    until (on "${hosts[0]}" launch/store.py "$meeting" <&6 > "$folder/said"); do
+        kill -0 $$ && grep -q "store on" "$folder/said" || exit 2
+        sleep 1
+    done 2> /dev/null
+}
+serve 8>&- 9>&- & store=$!
+until grep -q "store on" "$folder/said"; do kill -0 "$store" || exit 2; sleep 0.1; done 2> /dev/null
+echo "$(< "$folder/said"); to join later, on another machine: python ${words[*]}" || :  # the log may be full
 agents=() result=''
 for host in "${hosts[@]}"; do
     on "$host" "${words[@]}" <&7 & agents+=($!)

@@ -14,12 +14,18 @@ import re
 import signal
 import socket
 import sys
+from pathlib import Path
+
+sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
+
+from common.errors import ready_streams, say  # noqa: E402
 
 
 def main(arguments):
+    ready_streams()
     place = re.fullmatch(r"\[?(.+?)\]?:(\d+)", " ".join(arguments))
     if not place:
-        print("usage: python launch/store.py HOST:PORT", file=sys.stderr)
+        say("usage: python launch/store.py HOST:PORT", sys.stderr)
         return 2
     host, port = place.groups()
     try:
@@ -28,10 +34,10 @@ def main(arguments):
             raise OSError(f"{host} is {address[0]} on this machine, where no other one reaches it")
         listener = socket.create_server(address[:2], family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        print(
+        say(
             f"error: {host}:{port}: {error}\n"
             "name this machine's address in the network (ip -brief address), and a free port",
-            file=sys.stderr,
+            sys.stderr,
         )
         return 2
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see SETTINGS of launch/torchrun.py
@@ -41,7 +47,7 @@ def main(arguments):
 
     port = listener.getsockname()[1]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    print(f"store on {host}:{port}", flush=True)
+    say(f"store on {host}:{port}")
     signal.sigwait(signals)
     del store
     return 0

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 
-from common.errors import run_command, say  # noqa: E402
+from common.errors import blamed, run_command, say  # noqa: E402
 from common.ledger import named, newest_lives  # noqa: E402
 from common.options import parse_options  # noqa: E402
 from common.place import MEETING, STOPPED  # noqa: E402
@@ -54,11 +54,18 @@ LONGEST_PLACE = 40  # characters; the fork server's socket lies below, and the k
 
 def main(arguments):
     """Returns the exit code."""
-    place = tempfile.gettempdir()
-    if len(place) >= LONGEST_PLACE:
-        place = "/tmp"
-    with tempfile.TemporaryDirectory(prefix="torchelastic_", dir=place, ignore_cleanup_errors=True) as folder:
-        return run_command(lambda: launch(arguments, folder), "")
+    return run_command(lambda: launch_in_a_folder(arguments), "")
+
+
+def launch_in_a_folder(arguments):
+    """The folder holds the fork server's socket, the agent's notes, and logs of processes."""
+    with blamed("the launcher needs a temporary folder", "give TMPDIR one that can be written to"):
+        place = tempfile.gettempdir()
+        if len(place) >= LONGEST_PLACE:
+            place = "/tmp"
+        made = tempfile.TemporaryDirectory(prefix="torchelastic_", dir=place, ignore_cleanup_errors=True)
+    with made as folder:
+        return launch(arguments, folder)
 
 
 def launch(arguments, folder):
@@ -88,7 +95,7 @@ def launch(arguments, folder):
     if script:
         os.environ.setdefault("PET_START_METHOD", "forkserver")
         if start_method == "forkserver":
-            start_importing(Path(script[0]), options, folder)
+            start_importing(script[0], options, folder)
     from launch.agent import serve
 
     return serve(arguments, folder, options)
@@ -141,13 +148,15 @@ def line_if_complete(options):
 def start_importing(script, options, folder):
     """Starts the fork server, which imports beside us; a script of one's own may lack the guard of `main`."""
     tempfile.tempdir = folder  # of multiprocessing, which would leave its own behind
-    places = f"{script.resolve().parent}:{ROOT}"
+    # else each process would run this file again, as it is by then
+    vars(sys.modules["__main__"]).update(__file__=None, __spec__=None)
+    places = f"{Path(script).resolve().parent}:{ROOT}"
     inherited = os.environ.get("PYTHONPATH")
-    training = [script.stem, options.to_json()] if options else ["common.elastic", {}]
+    training = [Path(script).stem, options.to_json()] if options else ["common.elastic", {}]
     os.environ |= {
         "PYTHONPATH": f"{places}:{inherited}" if inherited else places,
         "LAUNCHER_PID": str(os.getpid()),
-        "LAUNCH_PRELOAD": json.dumps(training),
+        "LAUNCH_PRELOAD": json.dumps([script, *training]),
     }
     multiprocessing.set_forkserver_preload(["launch.worker"])
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which tells the others

@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -22,20 +23,27 @@ from common import place  # noqa: E402
 from common.errors import guarded, one_line, say  # noqa: E402
 
 A_PEER = re.compile("Connection (closed|reset)|Dist(Network|Store)Error")  # has ended while the ranks met
+ITS_ADDRESS = re.compile(r"\[([0-9a-f.:]+)\]:\d+")
+scripts = {}  # {path: code}: an edit while a job runs changes nothing before its next start
 
 
-def preload(module: str, options: dict) -> None:
-    """Imports the training and draws its data: each process then begins with both.
+def preload(script: str, module: str, options: dict) -> None:
+    """Reads the script, imports the training and draws its data: each process then begins with all three.
 
     Nothing here may start a thread, which a fork would lack, or touch a GPU, which a fork could not use.
     """
+    scripts[script] = compile(Path(script).read_bytes(), script, "exec")
     importlib.import_module(module)
     importlib.import_module("torch._dynamo")  # torch.optim would import it in each process: two seconds
     if options:
         from common.data import preload as open_data
-        from common.options import Options
+        from common.options import Options, text_of
 
         opts = Options(**options)
+        for value in options.values():
+            file, _, _ = str(value).rpartition(":")
+            if file.endswith(".py"):  # a user's
+                text_of(Path(file).resolve())
         open_data(opts)
         if opts.tensorboard:
             importlib.import_module("torch.utils.tensorboard")  # at the end: it may not be installed
@@ -53,7 +61,8 @@ def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[st
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     for number, path in enumerate(outputs, 1):
         if path:
-            os.dup2(open(path, "wb").fileno(), number)
+            with open(path, "wb") as file:
+                os.dup2(file.fileno(), number)
     # Forks have the same generators; data drawn without a seed must differ, or no rank sees the mistake.
     torch.default_generator.seed()
     if "numpy" in sys.modules:
@@ -63,14 +72,26 @@ def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[st
     try:
         # a mistake in a script of one's own is made again by each life
         with guarded(debug="--debug" in command):
-            runpy.run_path(command[0], run_name="__main__")
+            run(command[0])
     except RuntimeError as error:
         if not A_PEER.search(f"{type(error).__name__} {error}") or "--debug" in command:
             raise
-        say(f"rank {os.environ['RANK']}: another one has gone ({one_line(error)})", sys.stderr)
+        address = ITS_ADDRESS.search(str(error))
+        which = f"at {address[1]}" if address else one_line(error)
+        say(f"rank {os.environ['RANK']}: another one has gone ({which})", sys.stderr)
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+def run(script: str) -> None:
+    """Runs the script as it was when the launcher began."""
+    if script not in scripts:  # it has a mistake, which is told now
+        runpy.run_path(script, run_name="__main__")
+        return
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = script
+    exec(scripts[script], vars(main))
 
 
 with suppress(

@@ -22,7 +22,7 @@ from common.errors import UserError, run_command
 from common.extras.audit import audit
 from common.ledger import Record, deaths_of, each_life, named, read
 from common.options import read_options
-from common.place import began
+from common.place import start_of
 
 MOST_ROWS = 4000  # in a page
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
@@ -37,7 +37,6 @@ RECENT = 10  # entries of the clock that the rate is taken from
 QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
 
 
-WALL_CLOCK_SECONDS = 60.0  # it may be set back so far while a run trains
 
 
 # ---- seconds --------------------------------------------------------------------------------------
@@ -284,7 +283,10 @@ def now(lives, events, told):
 
 def _running(life):
     """Return {rank: pid} of this machine's processes that live, not of others with their numbers."""
-    places = zip(life["pids"], life["hosts"], strict=True)
-    local = {rank: pid for rank, (pid, host) in enumerate(places) if host == socket.gethostname()}
-    latest = life["t"] + WALL_CLOCK_SECONDS
-    return {rank: pid for rank, pid in local.items() if (began(pid) or math.inf) < latest}
+    host = socket.gethostname()
+    processes = zip(life["pids"], life["hosts"], life.get("starts", ()), strict=False)
+    return {
+        rank: pid
+        for rank, (pid, its_host, start) in enumerate(processes)
+        if its_host == host and start_of(pid) == start
+    }

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,13 @@ class Options:
             if was.get(name) != now
         ]
 
+    def facts_of_the_run(self) -> Values:
+        """{name: value} of what all ranks had before, besides the options; empty if nothing is saved."""
+        with suppress(OSError, UserError):
+            if self.is_bound:
+                return {"data": _read_identity(self.run_dir)["data"][:12]}
+        return {}
+
     @property
     def is_bound(self) -> bool:
         """Whether a step of this run was saved: until then its options may change."""
@@ -305,6 +313,10 @@ FLAGS = {flag_of(field.name): field for field in dataclasses.fields(Options)[1:]
 
 def read_options(run_dir: Path | str) -> Values:
     """Read the options of a run's newest life from its options.json; UserError if that is damaged."""
+    return _read_identity(run_dir)["options"]
+
+
+def _read_identity(run_dir):
     path = Path(run_dir, "options.json")
     with blamed(str(run_dir), "name the folder of a run"):
         if not path.is_file():
@@ -314,4 +326,4 @@ def read_options(run_dir: Path | str) -> Values:
         text = f"{json.dumps(facts, indent=1, sort_keys=True)}\n"
         if hashlib.sha256(text.encode()).hexdigest() != seal:
             raise ValueError("options.json is damaged")
-        return facts["options"]
+        return facts

@@ -15,7 +15,7 @@ from common.errors import UserError, did_you_mean, end, ready_streams, say
 from common.options.options import FLAGS, Options, Values, read_options
 from common.options.rules import check_clashes, check_files, check_names, check_together, check_world, flag_of
 from common.options.user import extra
-from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits
+from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits, tasks_beside
 
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
 NUMBERS = {int: "a whole number", float: "a number"}
@@ -112,10 +112,16 @@ def read_value(field, text):
     return tuple(text.split(",")) if field.type is tuple else field.type(text)
 
 
-def begin_life() -> None:
-    """Call first in every process; UserError if it cannot meet others."""
+def begin_life(trains: bool = True) -> None:
+    """Call first in every process; UserError if it cannot meet others. A launcher does not train itself."""
     ready_streams()
     place = here()
+    if trains and tasks_beside():
+        raise UserError(
+            f"{tasks_beside()} without WORLD_SIZE: each task would train the whole run alone\n"
+            "give each RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,\n"
+            "or start one task a machine, with launch/torchrun.py (as launch/slurm.sbatch does)"
+        )
     if not place.can_meet:
         raise UserError(
             f"ranks cannot meet with {meeting_variables()}\n"
@@ -136,7 +142,7 @@ def parse_options(
     if argv is None and processes is None:
         gc.disable()  # until `join`: imports make no garbage, and the search for it is a fifth of their time
     try:
-        begin_life()
+        begin_life(trains=processes is None)
         script = script or SCRIPTS.get(Path(sys.argv[0]).name, "ddp")
         given = read_flags(sys.argv[1:] if argv is None else argv, doc, script)
         if {"fork", "at"} & given.keys():

@@ -51,6 +51,12 @@ def call_user(place: str, *arguments: object, first: bool = False) -> Any:
 
 
 @functools.cache
+def text_of(path: Path) -> bytes:
+    """What is in a file. A launcher reads it at its start, for all lives: an edit changes none of them."""
+    return path.read_bytes()
+
+
+@functools.cache
 def load_file(path):
     """Import the module in a file, once in this process; it can import files of its own folder."""
     if str(path.parent) not in sys.path:
@@ -60,7 +66,7 @@ def load_file(path):
     module.__file__ = str(path)
     # its source: a cached .pyc may be that of a text of the same second and size
     try:
-        exec(compile(path.read_bytes(), path, "exec"), vars(module))
+        exec(compile(text_of(path), path, "exec"), vars(module))
     finally:  # an import that fails may be one of them
         refuse_other_neighbours(path, set())
     return module
@@ -86,7 +92,7 @@ def refuse_other_neighbours(path, seen):
 
 def imports_of(path):
     """Yield the first words of what a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(ast.parse(text_of(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:

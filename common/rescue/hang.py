@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from common.errors import say
@@ -51,8 +52,9 @@ class Hang:
                 self._tell_move()
         else:
             self._stand_still()
-            rank, place = message.split(" ", 1)
-            self.places[int(rank)] = place
+            with suppress(ValueError):  # a stranger's, of the same machine
+                rank, place = message.split(" ", 1)
+                self.places[int(rank)] = place
 
     def _tell_move(self):
         now = time.monotonic()

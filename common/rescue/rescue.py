@@ -117,9 +117,12 @@ class Rescue:
     # ---- from a signal to the exit ----------------------------------------------------------------
     def _stand_by(self):
         """Run in the thread: listen, and end this life if the main thread does not in time."""
-        self.world.use_device()
-        while self.watch.is_late(self.ending):
-            self.leave(hangs=self.watch.hang.found.is_set())
+        try:
+            self.world.use_device()
+            while self.watch.is_late(self.ending):
+                self.leave(hangs=self.watch.hang.found.is_set())
+        except BaseException as error:  # nobody would hear of a signal, a death or a hang any more
+            self.leave(error)
 
     @property
     def asked(self) -> str:
@@ -181,6 +184,8 @@ class Rescue:
 
         if code == ALL_SAVED:
             code = saved.failure or ALL_SAVED
+        elif code is None and not on_main_thread:  # there the error would be raised again
+            code = 1
         if code is not None:
             for act in (*self.on_exit, end_children, sys.stdout.flush, sys.stderr.flush):
                 with suppress(Exception):

@@ -29,8 +29,9 @@ class Watch:
     """Open from now on; make it on every rank, in the main thread."""
 
     def __init__(self, state, world):
-        process = this_process()
-        self.processes = gather(world, [process["pid"], process["host"], process["machine"]])
+        us = this_process()
+        self.processes = gather(world, [us["pid"], us["host"], us["machine"]])
+        self.starts = [start for _, start in gather(world, us["process"])]  # in ticks since boot
         self.parting = False  # no step is left: the end of a rank is no death, a signal is obeyed at once
         self.stopped = False
         self.lifelines = Lifelines(world, self.processes)
@@ -60,7 +61,8 @@ class Watch:
         while not self.stopped:
             # C code that holds Python's lock stops this thread, too, but not faulthandler's, whose clock runs
             # on while a process is stopped
-            faulthandler.dump_traceback_later(LOCKED_SECONDS, exit=True, file=2)
+            with suppress(RuntimeError):  # it starts a thread, and for a moment there may be no room for one
+                faulthandler.dump_traceback_later(LOCKED_SECONDS, exit=True, file=2)
             began = time.monotonic()
             seconds = max(0.0, min(LOOK_SECONDS, self.hang.limit / 10, self.deadline - began))
             for key, _ in self.selector.select(LOOK_SECONDS if ending.locked() else seconds):

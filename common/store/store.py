@@ -56,6 +56,7 @@ class CheckpointStore:
                 "samples": str(state.progress.samples),
                 **bit_facts(opts, world.device),
             },
+            opts.facts_of_the_run(),
         )
         self.writer = Writer(self.fence, opts.identity(), layout)
         with world.all_or_none():

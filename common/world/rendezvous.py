@@ -100,11 +100,32 @@ def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]
     It also ends them when the other machine is silent. A stopped process is not: its kernel answers.
     """
     if rank:
-        return [_felt(socket.create_connection((store.host, int(store.get("lifelines")))))]
+        port, nonce = store.get("lifelines").decode().split()
+        line = _felt(socket.create_connection((store.host, int(port))))
+        line.sendall(nonce.encode())
+        return [line]
+    nonce = uuid.uuid4().hex
+    lines: list[socket.socket] = []
     with _felt(_listen(store.host, 0)) as listener:  # accepted connections inherit it
-        store.set("lifelines", str(listener.getsockname()[1]))
+        store.set("lifelines", f"{listener.getsockname()[1]} {nonce}")
         listener.settimeout(MEETING.total_seconds())
-        return [listener.accept()[0] for _ in range(size - 1)]
+        while len(lines) < size - 1:
+            line, _ = listener.accept()
+            if _knows(line, nonce):
+                lines.append(line)
+            else:  # another user's of this machine
+                line.close()
+    return lines
+
+
+def _knows(line, nonce):
+    """Whether these are the first words of a new connection."""
+    line.settimeout(ANSWER.total_seconds())
+    with suppress(OSError):
+        if line.recv(len(nonce)) == nonce.encode():
+            line.settimeout(None)
+            return True
+    return False
 
 
 def _felt(line):

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.device import gpus, is_gpu, module_of
 from common.errors import UserError
 from common.options import Options
-from common.place import here
+from common.place import here, this_process
 from common.sampler import hash_seed
 from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards
 
@@ -103,18 +103,26 @@ def gather(world: World, value: object) -> list:
     return [json.loads(text.numpy().tobytes()) for text in texts]
 
 
-def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
-    """UserError, naming two ranks and their values, if {name: value} differs between ranks."""
-    first, *others = gather(world, facts)
+def same_everywhere(
+    world: World, facts: dict[str, str | int], of_the_run: dict[str, str] | None = None
+) -> None:
+    """UserError, naming two ranks and their values, if {name: value} differs between ranks.
+
+    `of_the_run` are those that the run had before: a rank that still has them may try again, without the odd
+    one.
+    """
+    (first, *others), runs = zip(*gather(world, [facts, of_the_run or {}]), strict=True)
     for rank, row in enumerate(others, 1):
         for name, value in row.items():
             if value != first.get(name):
+                was = {run[name] for run in runs if name in run}
                 raise UserError(
                     f"the ranks run different things: rank 0 has {name} {first.get(name)}, "
                     f"rank {rank} has {name} {value}\n"
                     "give every node the same code, environment, data and options\n"
                     "seed what is drawn at random: torch.manual_seed(0), "
-                    "numpy.random.default_rng(0)"
+                    "numpy.random.default_rng(0)",
+                    code=1 if was == {facts.get(name)} else 2,
                 )
 
 
@@ -163,11 +171,24 @@ def join(opts: Options) -> World:
     world.use_device()
     if place.size > 1:
         store = fresh_store(place.rank, place.size)
+        if not place.local_size_is_set:
+            refuse_several_machines(store, place.rank, place.size)
         _init_process_group(store, place, devices)
         life = gather(world, world.life)[0]
         world = replace(world, life=life, store=store)
         world.set_patience(WORKING)  # all have met
     return world
+
+
+def refuse_several_machines(store, rank, size):
+    """UserError on all ranks if they are not on one machine, as they are taken to be without the variable."""
+    store.set(f"machine/{rank}", str(this_process()["machine"]))
+    machines = {*store.multi_get([f"machine/{other}" for other in range(size)])}
+    if len(machines) > 1:
+        raise UserError(
+            f"LOCAL_WORLD_SIZE is not set, and the {size} ranks are on {len(machines)} machines\n"
+            "set it, and LOCAL_RANK: how many ranks a machine has, and which of them this one is"
+        )
 
 
 def has_peers() -> bool:

@@ -5,10 +5,11 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import threading
 import time
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
 
+from common.errors import UserError
 from launch.agent import Agent, Forks, replace_names
 
 DIES = """
@@ -258,6 +260,45 @@ def test_a_wrong_machine_is_refused_before_it_joins_and_the_others_train_on(jobs
     (tmp_path / "run/control/stop").touch()
     assert_all_end(nodes, (143, 143))
     assert len(lives(tmp_path / "run")) == count
+
+
+class Beats:
+    """A store in which a machine beats every tenth of a second, by a clock that is ahead or behind."""
+
+    def __init__(self, ahead, alive=True):
+        self.ahead = ahead
+        self.alive = alive
+        self.began = time.time()
+
+    def get_state(self):
+        now = time.time() if self.alive else self.began
+        state = dynamic_rendezvous._RendezvousState()
+        node = dynamic_rendezvous._NodeDesc("host7", 1, 1)
+        state.last_heartbeats[node] = datetime.fromtimestamp(round(now + self.ahead, 1), timezone.utc)
+        return pickle.dumps(state), None
+
+
+def compare_clocks(beats):
+    agent = Agent.__new__(Agent)
+    agent._rdzv_handler = SimpleNamespace(
+        _state_holder=SimpleNamespace(_backend=beats),
+        settings=SimpleNamespace(keep_alive_interval=timedelta(seconds=0.5)),
+    )
+    agent.refuse_another_clock()
+
+
+@pytest.mark.parametrize("ahead", [-8, -3.5, 3.5, 8, 3600])
+def test_machines_whose_clocks_differ_by_over_3_seconds_are_told_both_times(ahead):
+    theirs = time.strftime("%H:%M", time.localtime(time.time() + ahead))
+    with pytest.raises(UserError) as refused:
+        compare_clocks(Beats(ahead))
+    said = str(refused.value)
+    assert refused.value.code == 2 and re.search(rf"clock says \d\d:\d\d:\d\d, that of host7 {theirs}:", said)
+
+
+@pytest.mark.parametrize("ahead, alive", [(0, True), (2, True), (-2, True), (-60, False)])
+def test_clocks_that_nearly_agree_and_machines_that_are_dead_are_none_of_these(ahead, alive):
+    compare_clocks(Beats(ahead, alive))
 
 
 def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, place, waits, pair):

@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from jobs import ROOT, children, state, until
+from jobs import ROOT, children, free_port, state, until
 
 NOTICE = ROOT / "launch/notice.py"
 # Says when it can be asked to leave; leaves with 143 when it is asked.
@@ -129,9 +129,10 @@ def test_a_clouds_notice_reaches_the_training_as_sigterm_and_its_exit_code_is_ke
     )  # it is not asked
     (watcher,) = children(job.pid)
     until(lambda: len(here.asked) > 6, "some looks")
-    assert job.poll() is None and job.output == "trains\n"
+    answers = f"trains\nnotice: {words.split()[1]} answers\n"  # told once
+    assert job.poll() is None and job.output == answers
     here.notice = True
-    assert job.ends_with(143).startswith(f"trains\n{words}")
+    assert job.ends_with(143).startswith(f"{answers}{words}")
     until(lambda: state(watcher) in "ZX", "the watcher's end")
 
 
@@ -161,3 +162,19 @@ def test_a_launcher_that_runs_already_is_watched_by_its_number(cloud, watched, j
     training = watched(address="")
     jobs.start(NOTICE, "--pid", training.pid, cold=True, NOTICE_ADDRESS=here.address).ends_with(0)
     training.ends_with(143)
+
+
+@pytest.mark.parametrize("words, what", [((), "nothing"), (("--file", "leave"), "only leave")])
+def test_where_no_cloud_answers_that_is_told_once_and_a_file_is_heard_all_the_same(
+    watched, tmp_path, words, what
+):
+    nobody = f"http://127.0.0.1:{free_port()}"
+    job = watched(NOTICE, *words, sys.executable, address=nobody, cwd=tmp_path)
+    told = f"notice: no cloud answers at {nobody}: {what} is watched\n"
+    until(lambda: told in job.output, "the first look")
+    (tmp_path / "leave").touch()
+    if words:
+        assert job.ends_with(143) == f"trains\n{told}notice: leave is there: SIGTERM to the training\n"
+    else:
+        job.kill(9)
+        job.wait()

@@ -21,6 +21,8 @@ leave
 """
 PYTHON = """#!/bin/sh
 [ "$STORE" != broken ] || exit 2
+[ "$1" != launch/store.py ] || echo "$2" >> stores
+if [ "$STORE" = dies ] && [ "$(grep -c . stores)" = 1 ]; then echo "store on ${2%:0}:777"; exit 1; fi
 [ "$1" != launch/store.py ] || { echo "store on ${2%:0}"; exec sleep 60; }
 """
 SCANCEL = """#!/bin/sh
@@ -44,7 +46,7 @@ def slurm(tmp_path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
-    def run(*words, **env):
+    def run(*words, log=None, **env):
         given = (
             os.environ
             | {
@@ -55,11 +57,13 @@ def slurm(tmp_path):
                 "PYTHON": str(tmp_path / "python"),
                 "CODE": "0",
                 "LASTS": "0",
-                "LOOK": "0.05",
+                "TRAIN_LOOK": "0.05",
             }
             | env
         )
-        done = subprocess.run(["bash", SCRIPT, *words], env=given, cwd=tmp_path, timeout=60)
+        done = subprocess.run(
+            ["bash", SCRIPT, *words], env=given, cwd=tmp_path, timeout=60, stdout=log, stderr=log
+        )
         said = (tmp_path / "said").read_text().splitlines() if (tmp_path / "said").exists() else []
         (tmp_path / "said").unlink(missing_ok=True)
         said.sort(
@@ -72,8 +76,8 @@ def slurm(tmp_path):
 
 def test_the_whole_notice_but_20_seconds_is_there_for_saving_and_both_come_from_one_place(slurm):
     assert "timeout 100" in slurm()[1] and "#SBATCH --signal=B:USR1@120 " in SCRIPT.read_text()
-    assert "timeout 580" in slurm(NOTICE="600")[1]
-    assert "timeout 5" in slurm(NOTICE="600", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5")[1]
+    assert "timeout 580" in slurm(TRAIN_NOTICE="600")[1]
+    assert "timeout 5" in slurm(TRAIN_NOTICE="600", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5")[1]
 
 
 def test_with_several_nodes_the_agents_meet_at_an_address_under_a_name_of_this_try(slurm):
@@ -81,8 +85,8 @@ def test_with_several_nodes_the_agents_meet_at_an_address_under_a_name_of_this_t
         "--lr",
         "a b",
         SLURM_JOB_NUM_NODES="3",
-        HOST="10.0.0.7",
-        PORT="555",
+        TRAIN_HOST="10.0.0.7",
+        TRAIN_PORT="555",
         SLURM_RESTART_COUNT="2",
         SLURM_ARRAY_JOB_ID="6",
         SLURM_ARRAY_TASK_ID="4",
@@ -116,7 +120,7 @@ def test_a_job_that_lost_fewer_nodes_goes_on(slurm):
 
 def test_srun_is_asked_for_the_cpus_of_the_job_and_each_node_counts_its_own_gpus(slurm):
     _, said = slurm(
-        SLURM_CPUS_PER_TASK="48", SLURM_GPUS_ON_NODE="8", SLURM_JOB_NUM_NODES="2", HOST="10.0.0.7"
+        SLURM_CPUS_PER_TASK="48", SLURM_GPUS_ON_NODE="8", SLURM_JOB_NUM_NODES="2", TRAIN_HOST="10.0.0.7"
     )
     assert "cpus 48" in said and "--nproc_per_node=gpu" in said[0]
     _, said = slurm(SLURM_GPUS_ON_NODE="1")
@@ -125,12 +129,32 @@ def test_srun_is_asked_for_the_cpus_of_the_job_and_each_node_counts_its_own_gpus
     assert "cpus " in said and "--nproc_per_node=3" in said[0]
 
 
+@pytest.mark.parametrize("host", ["x86_64-conda-linux-gnu", "login1"])
+def test_what_a_compiler_or_a_shell_calls_host_is_not_where_the_nodes_meet(slurm, host):
+    _, said = slurm(SLURM_JOB_NUM_NODES="2", HOST=host, PORT="8080", SCRIPT="mine.sh", TRAIN_HOST="10.0.0.7")
+    assert "--rdzv_endpoint=10.0.0.7 " in said[0] and said[0].endswith("train_ddp.py")
+
+
+def test_a_store_that_dies_is_started_again_at_its_port(slurm, tmp_path):
+    _, said = slurm(SLURM_JOB_NUM_NODES="2", TRAIN_HOST="10.0.0.7", STORE="dies", LASTS="40")
+    assert "--rdzv_endpoint=10.0.0.7:777 " in said[0]
+    assert (tmp_path / "stores").read_text().split() == ["10.0.0.7:0", "10.0.0.7:777"]
+
+
+def test_a_log_on_a_full_disk_stops_no_job(slurm):
+    with open("/dev/full", "wb") as full:
+        assert (
+            "--rdzv_endpoint=10.0.0.7 "
+            in slurm(SLURM_JOB_NUM_NODES="2", TRAIN_HOST="10.0.0.7", log=full)[1][0]
+        )
+
+
 def test_a_store_that_does_not_start_ends_the_job_before_any_agent_is_started(slurm):
     assert slurm(SLURM_JOB_NUM_NODES="2", STORE="broken") == (2, [])
 
 
 def test_the_port_of_the_store_does_not_follow_from_the_jobs_number(slurm):
-    _, said = slurm(SLURM_JOB_NUM_NODES="2", HOST="10.0.0.7")
+    _, said = slurm(SLURM_JOB_NUM_NODES="2", TRAIN_HOST="10.0.0.7")
     assert "--rdzv_endpoint=10.0.0.7 " in said[0]  # as this store says it
 
 

@@ -23,11 +23,14 @@ def note(*words):
         file.write(json.dumps(words) + "\\n")
 def leave(*_):
     note("left", sys.argv[1])
-    sys.exit(143)
+    sys.exit(0 if "store" in sys.argv[1] else 143)
 signal.signal(signal.SIGTERM, leave)
 note(os.getcwd(), *sys.argv[1:])
 if "store" in sys.argv[1]:
     print("store on", sys.argv[2], flush=True)
+    if os.environ.get("STORE") == "dies" and not os.path.exists(os.environ["NOTES"] + "-died"):
+        open(os.environ["NOTES"] + "-died", "w")
+        sys.exit(1)
 elif "CODE" in os.environ:
     sys.exit(int(os.environ["CODE"]))
 while True:
@@ -48,9 +51,10 @@ def ssh(jobs, tmp_path):
         "TMPDIR": str(tmp_path),
     }
 
-    def begin(*words, **more):
-        return jobs.start(*words, cold=True, program=SSH, **env, **more)
+    def begin(*words, program=SSH, **more):
+        return jobs.start(*words, cold=True, program=program, **env, **more)
 
+    (tmp_path / "notes").touch()
     begin.notes = lambda: [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     return begin
 
@@ -65,6 +69,16 @@ def test_a_store_and_an_agent_on_each_machine_get_every_word_as_it_was_typed(ssh
     assert "--rdzv_endpoint=one:777" in agents[0] and "--rdzv_conf=is_host=0" in agents[0]
     assert agents[0][-3:] == ["train_ddp.py", "--run-dir", "$(touch x) 'b'  c"]
     until(lambda: ["left", "launch/store.py"] in ssh.notes(), "the store's end")
+
+
+def test_a_store_that_dies_is_started_again_and_a_full_log_stops_nothing(ssh):
+    words = ("-c", 'exec "$@" > /dev/full 2>&1', "sh", SSH, "one,two")
+    job = ssh(*words, program="sh", STORE="dies")
+    stores = lambda: [note for note in ssh.notes() if note[1] == "launch/store.py"]  # noqa: E731
+    until(lambda: len(stores()) == 2 and len(ssh.notes()) == 4, "the agents and the second store")
+    job.kill(signal.SIGTERM)
+    job.ends_with(143)
+    until(lambda: len(ssh.notes()) == 7, "everybody's end")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -20,6 +20,7 @@ from common.extras.report import main, summarize
 from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives
 from common.ledger.ledger import lines_back, read
 from common.options import Options
+from common.place import start_of
 
 HOUSE = Path(__file__).parents[2]
 
@@ -103,10 +104,11 @@ def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
 )
 def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more):
     began = time.time() - 10
-    pid = 1 if state == "training" else 2**22 + 1  # the first process has begun before the run
+    pid = 1 if state == "training" else 2**22 + 1
+    places = {"pids": [pid], "hosts": [socket.gethostname()], "starts": [start_of(1)]}
     write(
         tmp_path,
-        KILLED[0] | {"t": began, "world": 1, "pids": [pid], "hosts": [socket.gethostname()]},
+        KILLED[0] | {"t": began, "world": 1} | places,
         at(began + 2, "steps", step=8),
         at(began + 6, "steps", step=28),
         at(began + 7, "save", step=20),
@@ -149,14 +151,17 @@ def test_the_object_for_programs_has_the_fields_that_are_documented_and_makes_a_
         assert alert in numbers
 
 
-def test_a_process_that_began_after_the_run_has_only_the_same_number(tmp_path, capsys):
+def test_a_process_is_known_by_its_start_whatever_the_wall_clock_says(tmp_path, capsys):
     life = KILLED[0] | {"world": 1, "pids": [os.getpid()], "hosts": [socket.gethostname()]}
-    write(tmp_path, life)
-    assert main([str(tmp_path), "--pid=0"]) == 2
-    assert summarize(tmp_path)["now"]["state"] == "dead"
-    write(tmp_path, life | {"t": time.time()})
-    assert main([str(tmp_path), "--pid=0"]) == 0
-    assert capsys.readouterr().out == f"{os.getpid()}\n"
+    for others in ({}, {"starts": [start_of(os.getpid()) - 1]}):  # another one that had the number
+        write(tmp_path, life | {"t": time.time()} | others)
+        assert main([str(tmp_path), "--pid=0"]) == 2
+        assert summarize(tmp_path)["now"]["state"] == "dead"
+    hour = 3600  # by which the clock was wrong as the run began, and then set right
+    for t in (time.time() - hour, time.time(), time.time() + hour):
+        write(tmp_path, life | {"t": t, "starts": [start_of(os.getpid())]})
+        assert main([str(tmp_path), "--pid=0"]) == 0
+        assert capsys.readouterr().out == f"{os.getpid()}\n"
 
 
 def test_a_run_on_another_machine_is_not_called_training_for_ever(tmp_path, capsys):

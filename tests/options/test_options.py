@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import PACED, ROOT
 from stores import two_checkpoints
 
 from common.errors import blamed
@@ -18,10 +19,9 @@ from common.options import Options, call_user, parse_options
 from common.options.parser import begin_life
 from common.options.registry import DATASETS, MODELS, flags_of_dataset
 from common.options.rules import flag_of, torchvision_models
-from common.options.user import find_function, load_file
+from common.options.user import find_function, load_file, text_of
 from common.place import here
 
-ROOT = Path(__file__).parents[2]
 TORCHRUN = {
     "WORLD_SIZE": "2",
     "RANK": "0",
@@ -321,6 +321,7 @@ def test_a_users_file_that_was_changed_within_a_second_is_run_as_it_is_now(tmp_p
         os.utime(path, (1e9, 1e9))
         results.append(call_user(f"{path}:net"))
         load_file.cache_clear()
+        text_of.cache_clear()
     assert results == [1, 2]
 
 
@@ -383,3 +384,12 @@ def test_what_a_shell_has_closed_is_open_to_nowhere_before_any_file_takes_its_nu
     )
     command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_task_of_srun_or_mpirun_that_knows_of_no_other_is_refused(jobs, run, name):
+    for script in ("train_ddp.py", "launch/torchrun.py"):  # an agent a node is started so, too
+        words = [ROOT / "train_ddp.py"] * script.startswith("launch")
+        job = jobs.python(script, *words, *PACED, "--max-steps=1", f"--run-dir={run}", **{name: "4"})
+        said = job.ends_with(0 if words else 2)
+        assert words or f"{name}=4 without WORLD_SIZE" in said and said.count("\n") == 3, said

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import fake_streams, on_a_gpu
-from jobs import command, events, until
+from jobs import CLEAN, PACED, audit, command, events, until
 from ranks import fork_ranks
 from safetensors.torch import load_file
 from samples import state_of
@@ -459,3 +460,29 @@ def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
 
     assert fork_ranks(3, live, may_die=[1, 2])[0] == "step 1 saved by rank 0"
     assert saved(run) == [1]
+
+
+DEAF = """
+import pathlib
+from common.rescue.watch import Watch
+from paced import net
+struck = pathlib.Path(__file__).with_name("struck")
+def is_late(self, ending):
+    if struck.exists():
+        return real(self, ending)
+    while self.hang.state.progress.step < 3:
+        self.selector.select(0.01)
+    struck.touch()
+    raise OSError(5, "of any kind")
+real, Watch.is_late = Watch.is_late, is_late
+"""
+
+
+def test_a_life_whose_watch_ends_by_an_error_ends_saved(jobs, run, tmp_path):
+    """Else nobody hears of a signal, a death or a hang any more, and it trains on."""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    flags = [f"--model={tmp_path}/deaf.py:net", *PACED[1:], f"--run-dir={run}"]
+    said = jobs.python("train_ddp.py", *flags).ends_with(1)
+    assert re.search(r"rank 0: OSError: \[Errno 5\] of any kind; step \d+ saved", said), said
+    jobs.python("train_ddp.py", *flags, PACE="0").ends_with(0)
+    assert audit(run) == CLEAN

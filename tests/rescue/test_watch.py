@@ -78,6 +78,22 @@ def test_a_job_that_is_suspended_for_hours_is_not_ended_when_it_is_continued():
     assert armed >= 24 * 3600
 
 
+def has_no_room_for_a_thread(world):
+    def no_room(*_, **__):
+        raise RuntimeError("unable to start watchdog thread")
+
+    watch.faulthandler = SimpleNamespace(
+        dump_traceback_later=no_room, cancel_dump_traceback_later=lambda: None
+    )
+    _, stop, reports = watched(world, 0.5)
+    until(lambda: reports, "the report of a hang")
+    stop()
+
+
+def test_where_no_thread_can_be_started_the_watch_goes_on():
+    fork_ranks(1, has_no_room_for_a_thread)
+
+
 def stop_while_the_thread_wakes(world):
     watch.LOOK_SECONDS = 0.01
     give_back = Watch._give_signals_back

@@ -76,7 +76,7 @@ class Slurm:
             "SLURM_CONF": f"{folder}/slurm.conf",
             "PYTHON": sys.executable,
             "PACE": "0.05",
-            "HOST": "127.0.0.1",
+            "TRAIN_HOST": "127.0.0.1",
         }
 
     def __enter__(self):
@@ -92,8 +92,8 @@ class Slurm:
             (self.folder / name).mkdir()
         (self.folder / "key-file").touch(mode=0o600)
         (self.folder / "key-file").write_bytes(os.urandom(128))
-        # PORT too: slurm.sbatch would derive it from the job's number, 1 in the Slurm of each test
-        *ports, self.env["PORT"] = (str(free_port()) for _ in range(4))
+        # TRAIN_PORT too: slurm.sbatch would derive it from the job's number, 1 in the Slurm of each test
+        *ports, self.env["TRAIN_PORT"] = (str(free_port()) for _ in range(4))
         (self.folder / "slurm.conf").write_text(
             CONF.format(
                 folder=self.folder,
@@ -224,7 +224,9 @@ def test_the_warning_of_one_task_of_an_array_stops_no_other(slurm, tmp_path):
 
 
 def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again(slurm, run):
-    job = slurm.submit(run, "--epochs=99", options=("--nodes=2",), PROCESSES="1", MIN_NODES="2", LOOK="0.5")
+    job = slurm.submit(
+        run, "--epochs=99", options=("--nodes=2",), PROCESSES="1", MIN_NODES="2", TRAIN_LOOK="0.5"
+    )
     assert wait_for(run, 3)["world"] == 2
     node = slurm.daemons.pop("n2")
     (step,) = [
@@ -260,7 +262,7 @@ def test_bad_input_is_not_queued_again_and_a_cancelled_job_has_saved(slurm, run)
 
 @pytest.mark.long
 def test_a_job_whose_time_is_up_has_saved_and_is_queued_again(slurm, run):
-    job = slurm.submit(run, "--epochs=999", options=("--time=1", "--signal=B:USR1@30"), NOTICE="30")
+    job = slurm.submit(run, "--epochs=999", options=("--time=1", "--signal=B:USR1@30"), TRAIN_NOTICE="30")
     wait_for(run, 3)
     slurm.reaches(job, "PENDING")
     assert "stopped on SIGUSR1: step" in slurm.log() and "queued again" in slurm.log()

@@ -63,6 +63,8 @@ def data():
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(331 + 64, 6, generator=generator)
     y = (x[:, 0] > 0).long() + (x[:, 1] * x[:, 2] > 0).long()
+    if "--data-dir=less" in sys.argv:  # a sample was not copied
+        return x[1:331], y[1:331], x[331:], y[331:]
     return x[:331], y[:331], x[331:], y[331:]
 
 

@@ -4,12 +4,28 @@ that come to nothing.
 
 import os
 import re
+import shutil
 import signal
+import sys
 import tempfile
 import time
 
 import pytest
-from jobs import CLEAN, PACED, ROOT, TESTS, audit, children, command, events, lives, until, wait_for
+from jobs import (
+    CLEAN,
+    PACED,
+    ROOT,
+    TESTS,
+    audit,
+    children,
+    command,
+    events,
+    free_port,
+    lives,
+    until,
+    wait_for,
+)
+from torch.distributed.run import get_args_parser
 
 from common.extras.report import summarize
 
@@ -272,3 +288,121 @@ def test_a_script_that_ends_at_once_ends_the_job_after_three_lives_with_its_firs
     said = jobs.start(TORCHRUN, early).ends_with(1)
     assert said.count("ConnectionError: no tracking server") == 3
     assert "3 lives in a row ended at once; their errors are above" in said
+
+
+# {a flag of torchrun: words with it}; LOGS stands for a folder, PORT for a port
+FLAGS = {
+    "--nnodes": "--nnodes=1:1",
+    "--nproc-per-node": "--nproc-per-node=1",
+    "--rdzv-backend": "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1",
+    "--rdzv-endpoint": "--rdzv-endpoint=localhost:PORT --rdzv-backend=c10d",
+    "--rdzv-id": "--rdzv-id=job --rdzv-endpoint=127.0.0.1:0 --rdzv-backend=c10d",
+    "--rdzv-conf": "--rdzv-conf=last_call_timeout=2",
+    "--standalone": "--standalone",
+    "--max-restarts": "--max-restarts=0",
+    "--monitor-interval": "--monitor-interval=0.1",
+    "--start-method": "--start-method=fork",
+    "--event-log-handler": "--event-log-handler=null",
+    "--role": "--role=trainer",
+    "--module": "--module",
+    "--no-python": "--no-python",
+    "--run-path": "--run-path",
+    "--log-dir": "--log-dir=LOGS",
+    "--redirects": "--redirects=3 --log-dir=LOGS",
+    "--tee": "--tee=3 --log-dir=LOGS",
+    "--log-line-prefix-template": "--log-line-prefix-template=${rank}: --tee=3",
+    "--local-ranks-filter": "--local-ranks-filter=0 --tee=3",
+    "--duplicate-stdout-filters": "--duplicate-stdout-filters=out --tee=3 --log-dir=LOGS",
+    "--duplicate-stderr-filters": "--duplicate-stderr-filters=err --tee=3 --log-dir=LOGS",
+    "--node-rank": "--node-rank=0",
+    "--master-addr": "--master-addr=127.0.0.1",
+    "--master-port": "--master-port=PORT",
+    "--local-addr": "--local-addr=127.0.0.1",
+    "--signals-to-handle": "--signals-to-handle=SIGTERM",
+    "--shutdown-timeout": "--shutdown-timeout=5",
+}
+NOT_HERE = {
+    "--help",
+    "--logs-specs",
+    "--numa-binding",
+    "--print-completion",
+    "--virtual-local-rank",
+}  # GPUs, packages
+HELLO = """
+import os, sys
+os.write(1, f"out of {os.environ['RANK']}\\n".encode())
+os.write(2, f"err of {os.environ['RANK']}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_the_launcher_takes_every_flag_of_torchrun_and_its_output_comes_where_torchrun_writes_it(
+    jobs, tmp_path, flag
+):
+    hello = script(tmp_path, HELLO)
+    words = FLAGS[flag].replace("LOGS", f"{tmp_path}/logs").replace("PORT", str(free_port())).split()
+    what = {"--no-python": [sys.executable, hello], "--module": [hello.stem]}.get(flag, [hello])
+    said = jobs.start(TORCHRUN, "--nproc-per-node=2", *words, *what, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    said = said.ends_with(0)
+    ranks = range(1 if flag in ("--nproc-per-node", "--local-ranks-filter") else 2)
+    for rank in ranks:
+        for line, name in ((f"out of {rank}", "stdout"), (f"err of {rank}", "stderr")):
+            assert (line in said) == (flag != "--redirects"), said
+            if flag in ("--redirects", "--tee"):
+                (file,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/{name}.log")
+                assert file.read_text() == f"{line}\n"
+
+
+def test_each_flag_of_torchrun_has_its_row():
+    known = {action.option_strings[0] for action in get_args_parser()._actions if action.option_strings}
+    short = {"-h": "--help", "-m": "--module", "-r": "--redirects", "-t": "--tee"}
+    assert {short.get(name, name) for name in known} - NOT_HERE <= {*FLAGS}
+
+
+EDITED = """
+import pathlib
+from torch import nn
+NAME = "ACTIVATION"
+def net(data):
+    path = pathlib.Path(__file__).parent / "made"
+    path.open("a").write(f"{NAME}\\n")
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+"""
+
+
+def copy_of_the_checkout(folder):
+    for name in ("common", "launch"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train_ddp.py", folder)
+    return folder
+
+
+def test_an_edit_or_a_git_pull_under_a_running_job_changes_nothing_before_its_next_start(jobs, run, tmp_path):
+    clone = copy_of_the_checkout(tmp_path)
+    (tmp_path / "mine.py").write_text(EDITED.replace("ACTIVATION", "before"))
+    flags = [*PACED[1:], f"--model={tmp_path}/mine.py:net", "--run-dir", run, "--epochs=999"]
+    job = jobs.start(
+        clone / "launch/torchrun.py", "--nproc_per_node=2", clone / "train_ddp.py", *flags, PACE="0.02"
+    )
+    pids = wait_for(run, 3, 0, job)["pids"]
+    (tmp_path / "mine.py").write_text(EDITED.replace("ACTIVATION", "after"))
+    for name in ("launch/torchrun.py", "launch/worker.py", "launch/agent.py", "train_ddp.py"):
+        (clone / name).write_text("raise ImportError('of another commit')\n")
+    jobs.kill(pids[1])
+    wait_for(run, 8, 1, job)
+    (run / "control/stop").touch()
+    said = job.ends_with(143)
+    assert "another commit" not in said and {*(tmp_path / "made").read_text().split()} == {"before"}
+    assert audit(run) == CLEAN
+
+
+def test_a_script_of_ones_own_is_read_once_too(jobs, tmp_path):
+    once = script(
+        tmp_path,
+        "import os, pathlib\n"
+        "here = pathlib.Path(__file__)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    here.write_text('raise SystemExit(3)')\n"
+        "    os.kill(os.getpid(), 9)\n",
+    )
+    jobs.start(TORCHRUN, once).ends_with(0)

@@ -20,7 +20,7 @@ from common.world import gather, join
 from common.world import rendezvous as meeting
 from common.world import world as worlds
 from common.world.rendezvous import fresh_store
-from common.world.world import choose_devices
+from common.world.world import choose_devices, refuse_several_machines, same_everywhere
 
 
 def test_without_torchrun_the_world_is_one_rank_in_a_process_made_ready():
@@ -202,7 +202,9 @@ def test_lifelines_go_over_ipv6_too(monkeypatch):
 
     class Store(dict):
         host = "::1"
-        set = dict.__setitem__
+
+        def set(self, name, text):
+            self[name] = text.encode()
 
         def get(self, name):
             return until(lambda: super(Store, self).get(name), name)
@@ -213,3 +215,65 @@ def test_lifelines_go_over_ipv6_too(monkeypatch):
     assert len(lines) == 2
     for line in lines:
         line.close()
+
+
+def connect_first(world):
+    """As another user of this machine may, who reads no store."""
+    strangers = []
+
+    class Listened(dict):
+        """A store in which rank 0 tells its port once a stranger is there."""
+
+        host = world.store.host
+
+        def set(self, name, text):
+            for first_words in (b"", b"0" * 32, b"3 step"):
+                strangers.append(socket.create_connection((self.host, int(text.split()[0]))))
+                strangers[-1].sendall(first_words)
+            strangers[0].shutdown(socket.SHUT_WR)
+            world.store.set(name, text)
+
+        def get(self, name):
+            return world.store.get(name)
+
+    lines = meeting.lifelines(Listened(), world.rank, world.size)
+    for line in lines:
+        line.sendall(b"moved\n")
+    return [line.recv(100) for line in lines]
+
+
+def test_a_stranger_who_connects_first_takes_no_ranks_lifeline():
+    assert fork_ranks(3, connect_first) == [[b"moved\n"] * 2, [b"moved\n"], [b"moved\n"]]
+
+
+def two_machines(world):
+    machine = {"machine": f"boot {world.rank % 2}"}
+    worlds.this_process = lambda: machine
+    try:
+        return refuse_several_machines(world.store, world.rank, world.size)
+    except UserError as error:
+        return str(error).splitlines()[0]
+
+
+def test_ranks_of_two_machines_without_local_world_size_are_refused_on_all():
+    said = "LOCAL_WORLD_SIZE is not set, and the 3 ranks are on 2 machines"
+    assert fork_ranks(3, two_machines) == [said] * 3
+
+
+def odd_one(world, odd, runs):
+    facts = {"data": "other" if world.rank == odd else "ours"}
+    try:
+        return same_everywhere(world, facts, runs[world.rank])
+    except UserError as error:
+        return error.code
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_odd_rank_ends_for_good_and_those_that_agree_with_the_run_may_try_again(odd):
+    ours = {"data": "ours"}
+    codes = [2 if rank == odd else 1 for rank in range(3)]
+    own = [{} if rank == odd else ours for rank in range(3)]  # each machine has its folder
+    assert fork_ranks(3, odd_one, odd, [ours] * 3) == fork_ranks(3, odd_one, odd, own) == codes
+    assert fork_ranks(3, odd_one, odd, [{}] * 3) == [2] * 3, "nothing is saved yet"
+    others = [{"data": "other"} if rank == odd else ours for rank in range(3)]
+    assert fork_ranks(3, odd_one, odd, others) == [2] * 3, "two runs"
