@@ -28,6 +28,7 @@ not know each other (tests/whole/test_house.py checks this).
 
     place        which rank, under which agent, on which machine: the one reader of the launcher's environment
     device       a GPU in one place, and how one waits for it
+    torch_names  what is used of torch's inside, asked for at the start
 """
 
 import pkgutil

@@ -32,6 +32,7 @@ FIELDS = {  # without which an event is damaged, and left out like a torn line: 
 }
 CLOCK = b'"event": "steps"'  # in the line of an entry of the clock, and in no other
 RECENT = 10  # entries of the clock that the rate is taken from
+RUNNING = {"training", "silent", "dead"}  # states of a run that has not ended well
 QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
 
 Life = list[Record]  # its events in order; the first is named "life"
@@ -213,6 +214,7 @@ def now(lives, events, told):
         state = "training" if heard_s < QUIET_SECONDS else "silent"
     return {
         "state": state,
+        "running": int(state in RUNNING),
         "step": last["step"],
         "last_step_s": time.time() - last["t"],
         "steps_per_s": (last["step"] - first["step"]) / max(1e-3, last["t"] - first["t"]),
