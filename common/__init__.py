@@ -31,6 +31,7 @@ not know each other. extras/ stands beside them: an option or a command enters i
 
     place        which rank, under which agent, on which machine: the one reader of the launcher's environment
     device       a GPU in one place, and how one waits for it
+    torch_names  what is used of torch's inside, asked for at the start
 """
 
 import pkgutil

@@ -1,12 +1,6 @@
 """torch's elastic agent with exit codes passed on, which continues without machines that die as others meet.
 
-Private names of torch that are used or replaced: the agent's _rendezvous, _monitor_workers,
-_restart_workers, _exit_barrier, _shutdown, _remaining_restarts, _worker_group, _rdzv_handler, _logs_specs
-(_run_log_dir) and _pcontext (_start, _poll, _close, subprocess_handlers); start_processes as the agent knows
-it; multiprocessing.api's _terminate_process_handler; dynamic_rendezvous' get_method_name, _delay, pickle,
-_BackendRendezvousStateHolder, _RendezvousState, _NodeDesc, _RendezvousExitOp, _node_desc_generator
-(_local_id), _op_executor, _stop_heartbeats, _state_holder, _store, _close; c10's
-FLAGS_caffe2_log_level. And of Python's multiprocessing: Process._popen and its _send_signal.
+What it uses of torch's inside stands in common/torch_names.py.
 """
 
 import ctypes

@@ -8,35 +8,44 @@ fail() {  # FACT WAY-OUT
 }
 
 set_up() {
-    local own active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+    local own lack active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
     own=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)/.venv
     if [ "$active" ] && [ "$active" != "$own" ]; then
         PYTHON=$active/bin/python
-        if has_all "$@"; then return; fi
-        echo "the active $active lacks some of what $* ask for: $own is used" >&2 || :  # a full log stops nothing
+        if lack=$(has_all "$@"); then return; fi
+        # a full log stops nothing
+        echo "the active $active has no use here ($lack): $own is used" >&2 || :
     fi
     PYTHON=$own/bin/python
     # none yet, half of one, or it was moved
     "$PYTHON" -m pip --version >/dev/null 2>&1 || make_venv "$own"
-    has_all "$@" || install "$@"
+    lack=$(has_all "$@") || install "$lack" "$@"
 }
 
-has_all() {  # looks at what is installed: a note of ours could be out of date
+has_all() {  # or says what is missing; looks at what is installed: a note of ours could be out of date
     "$PYTHON" - "$@" 2>/dev/null <<'END'
 import sys
 from importlib import import_module, metadata, util
-if sys.version_info < (3, 10):
+def lack(words):
+    print(words)
     sys.exit(1)
+
+if sys.version_info < (3, 10):
+    lack("its Python is older than 3.10")
 try:
     place = "pip._vendor.packaging" if util.find_spec("pip") else "packaging"
     lines = [line.partition("#")[0].strip() for path in sys.argv[1:] for line in open(path, encoding="utf-8")]
     for wanted in map(import_module(f"{place}.requirements").Requirement, filter(None, lines)):
         found = metadata.distribution(wanted.name)
         whole = found.read_text("RECORD") is not None  # pip writes it last: else it was cut short
-        if not whole or not wanted.specifier.contains(found.version, prereleases=True):
-            sys.exit(1)
-except ImportError:  # also of a package that is not there
-    sys.exit(1)
+        if not wanted.specifier.contains(found.version, prereleases=True):
+            lack(f"{wanted.name} is {found.version}, wanted is {wanted.specifier}")
+        if not whole:
+            lack(f"{wanted.name} was not installed to its end")
+except metadata.PackageNotFoundError:
+    lack(f"{wanted.name} is missing")
+except ImportError:
+    lack("pip and packaging are missing")
 END
 }
 
@@ -56,8 +65,9 @@ check_version() {
         "$1 is $("$1" --version 2>&1), but Python 3.10 or newer is needed" "put a newer one first on the PATH"
 }
 
-install() {
-    echo "installing into ${PYTHON%/bin/python}: torch with its GPU libraries takes some minutes and 6 GB"
+install() {  # WHY REQUIREMENTS...
+    echo "installing into ${PYTHON%/bin/python} ($1): torch with its GPU libraries takes some minutes and 6 GB" || :
+    shift
     "$PYTHON" -m pip install --disable-pip-version-check "${@/#/-r}" ||
         fail "pip could not install what $* ask for" "mend that, then type the same command again"
     "$PYTHON" -c 'import torch, torchvision' || fail "torch and torchvision cannot be imported together" \

@@ -24,10 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 
-from common.errors import blamed, run_command, say  # noqa: E402
+from common.errors import UserError, blamed, run_command, say  # noqa: E402
 from common.ledger import named, newest_lives  # noqa: E402
 from common.options import parse_options  # noqa: E402
 from common.place import MEETING, STOPPED  # noqa: E402
+from common.torch_names import LAUNCHER, missing  # noqa: E402
 
 SETTINGS = {
     # Each node counts its own and other nodes' failures, and the first node to run out ends the job for all.
@@ -96,6 +97,9 @@ def launch(arguments, folder):
         os.environ.setdefault("PET_START_METHOD", "forkserver")
         if start_method == "forkserver":
             start_importing(script[0], options, folder)
+    lack = missing(LAUNCHER)
+    if lack:
+        raise UserError(f"{lack}; with another one plain torchrun may train (launch/README.md)")
     from launch.agent import serve
 
     return serve(arguments, folder, options)

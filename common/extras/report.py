@@ -34,6 +34,7 @@ BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
 RECENT = 10  # entries of the clock that the rate is taken from
 
 
+RUNNING = {"training", "silent", "dead"}  # states of a run that has not ended well
 QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
 
 
@@ -267,6 +268,7 @@ def now(lives, events, told):
         state = "training" if heard_s < QUIET_SECONDS else "silent"
     return {
         "state": state,
+        "running": int(state in RUNNING),
         "step": last["step"],
         "last_step_s": time.time() - last["t"],
         "steps_per_s": (last["step"] - first["step"]) / max(1e-3, last["t"] - first["t"]),

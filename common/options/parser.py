@@ -16,6 +16,7 @@ from common.options.options import FLAGS, Options, Values, read_options
 from common.options.rules import check_clashes, check_files, check_names, check_together, check_world, flag_of
 from common.options.user import extra
 from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits, tasks_beside
+from common.torch_names import TRAINING, missing
 
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
 NUMBERS = {int: "a whole number", float: "a number"}
@@ -159,10 +160,12 @@ def parse_options(
         world = here().size if processes is None else processes
         if world:
             check_world(opts, world)
+        if argv is None and here().rank == 0 and not here().launched:  # its launcher has printed it
+            say(f"{opts.run_dir}: starting; importing torch takes some seconds")
+        if processes is None:
+            _check_torch()
     except UserError as error:
         end(error, shared=True)
-    if argv is None and here().rank == 0 and not here().launched:  # its launcher has printed it
-        say(f"{opts.run_dir}: starting; importing torch takes some seconds")
     return opts
 
 
@@ -178,4 +181,12 @@ def read_arguments(given: Values, own: Values) -> Options:
     check_clashes(opts)
     check_files(opts)
     check_world(opts, here().size)
+    _check_torch()
     return opts
+
+
+def _check_torch():
+    """Refuse a torch that lacks a name of its inside that is used here."""
+    lack = missing(TRAINING)
+    if lack:
+        raise UserError(lack)

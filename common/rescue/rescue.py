@@ -33,6 +33,7 @@ from common.store import CheckpointStore
 from common.world import WATCHED
 
 AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
+STEP_END_SECONDS = 1.0  # for an update that has begun
 SAVER_SECONDS = 0.05  # the rank that has saved speaks first
 ALL_SAVED = 143  # exit codes
 FENCED = 6
@@ -168,6 +169,8 @@ class Rescue:
         if self.agreed == BY_A_PERSON and here().speaks:
             dismiss_agent()  # it would start another life
 
+        if not on_main_thread:  # the main thread, if it still moves, must not finish another step
+            self.state.lock.acquire(timeout=STEP_END_SECONDS)
         saved = self._save(way)
         if way is WayOut.PEER_DIED:
             way, cause = self._end_of_the_peer()

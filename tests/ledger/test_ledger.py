@@ -136,19 +136,38 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
 
 def test_the_object_for_programs_has_the_fields_that_are_documented_and_makes_a_textfile(tmp_path):
     page = (HOUSE / "launch/README.md").read_text(encoding="utf-8")
-    write(tmp_path, *KILLED)
-    facts = summarize(tmp_path)
+    run = tmp_path / "run 'one'"
+    run.mkdir()
+    write(run, *(event for event in KILLED if event["event"] not in ("stop", "done")))
+    facts = summarize(run)
     assert facts["version"] == 1
     for name in (*facts, *facts["now"]):
         assert f"`{name}`" in page, name
-    line = re.search(r"^python -m common.ledger RUN --json .*\n.*", page, re.MULTILINE)[0]
-    for old, new in (("RUN", str(tmp_path)), ("> training.prom", ""), ("python", sys.executable)):
-        line = line.replace(old, new)
-    done = ran("bash", "-c", line)
-    numbers = dict(row.split() for row in done.stdout.splitlines())
-    assert numbers["training_step"] == "58" and numbers["training_starts"] == "2", done.stderr
-    for alert in re.findall(r"^# .*?(training_\w+)", page, re.MULTILINE):
-        assert alert in numbers
+    done = tmp_path / "done"
+    done.mkdir()
+    write(done, *KILLED, at(time.time() - 3600, "done", step=60))
+    line = re.search(
+        r"^python -m common.ledger RUN... --json (?:.*\n)*?.*training.prom$", page, re.MULTILINE
+    )[0]
+    words = line.replace("RUN...", '"$@"').replace("python -", f"{sys.executable} -")
+    ran("bash", "-c", f"cd {tmp_path} && PYTHONPATH={HOUSE} {words}", "bash", run, done)
+    rows = (tmp_path / "training.prom").read_text().splitlines()
+    numbers = dict(row.rsplit(" ", 1) for row in rows)
+    assert len(numbers) == len(rows), "two runs on one node have lines of their own"
+    of = {
+        name: lambda what, name=name: float(numbers[f'training_{what}{{run="{tmp_path}/{name}"}}'])
+        for name in ("run 'one'", "done")
+    }
+    assert of["run 'one'"]("step") == 58 and of["run 'one'"]("starts") == 2
+    alerts = re.findall(r"^# (.*training_\w+.*?)   ", page, re.MULTILINE)
+    assert len(alerts) == 3
+
+    def calls(alert, name):
+        alert = re.sub(r"increase\((\w+)\[1h\]\)", r"\1", alert)
+        return eval(re.sub(r"training_(\w+)", r"value('\1')", alert), {"value": of[name]})
+
+    assert [calls(alert, "run 'one'") for alert in alerts] == [True, False, True]
+    assert [calls(alert, "done") for alert in alerts] == [False] * 3, "nobody is called for a good end"
 
 
 def test_a_process_is_known_by_its_start_whatever_the_wall_clock_says(tmp_path, capsys):

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,33 @@ def test_an_active_environment_that_lacks_something_is_left_alone_and_another_on
     done = sh(clone / "launch/local.sh", CONDA_PREFIX=str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert Path(given(done)[0]) == clone / ".venv" and "is used" in done.stderr
     assert "pip" not in calls.read_text() and "venv" not in calls.read_text()
+
+
+@needs_an_environment
+@pytest.mark.parametrize(
+    "wanted, why",
+    [
+        (f"torch < {version('torch')}", rf"torch is {re.escape(version('torch'))}, wanted is <"),
+        ("no-such-thing", "no-such-thing is missing"),
+    ],
+)
+def test_the_true_reason_is_named_why_an_active_environment_is_not_used(clone, tmp_path, wanted, why):
+    with (clone / "requirements.txt").open("a") as file:
+        file.write(f"{wanted}\n")
+    done = sh(clone / "launch/local.sh", VIRTUAL_ENV=str(HOME), CUDA_VISIBLE_DEVICES="")  # no index
+    assert done.returncode == 2 and re.search(rf"{HOME} has no use here \({why}.*\): ", done.stderr)
+    name = wanted.split()[0]
+    assert f"installing into {clone}/.venv ({name} is missing)" in done.stdout
+
+
+@needs_an_environment
+def test_local_sh_whose_log_is_full_makes_its_environment_all_the_same(clone, tmp_path):
+    executable(tmp_path / "bin/python", "#!/bin/sh\nexit 1\n")
+    words = ("-c", 'exec "$@" 2> /dev/full', "sh", clone / "launch/local.sh")
+    assert (
+        Path(given(sh("sh", *words, CONDA_PREFIX=str(tmp_path), CUDA_VISIBLE_DEVICES=""))[0])
+        == clone / ".venv"
+    )
 
 
 @needs_an_environment

@@ -1,0 +1,73 @@
+"""What this project uses of torch's inside, which another torch may name otherwise. No torch at the import.
+
+{where: names}; a name is an attribute there, or one that a function there sets. `a/b`: one of them.
+"""
+
+import pkgutil
+
+KNOWN_TO_WORK = "2.11 to 2.15"
+TRAINING = {
+    "torch": "_foreach_add_ _foreach_copy_ _foreach_div_ _foreach_lerp_ _foreach_norm",
+    "torch:Tensor": "_version _backward_hooks",
+    "torch._utils": "_flatten_dense_tensors _unflatten_dense_tensors",
+    "torch.nn:Module": "_modules _parameters _buffers _forward_hooks _forward_pre_hooks "
+    "_non_persistent_buffers_set",
+    "torch.nn.modules.batchnorm": "_NormBase",
+    "torch.nn.parallel:DistributedDataParallel": "_check_reducer_finalized",
+    "torch.amp.grad_scaler:GradScaler": "_found_inf_per_device",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__": "_workers",
+    "torch.distributed.distributed_c10d": "set_timeout/_set_pg_timeout",
+}
+ELASTIC = "torch.distributed.elastic"
+MEETING = f"{ELASTIC}.rendezvous.dynamic_rendezvous"
+PROCESSES = f"{ELASTIC}.multiprocessing.api"
+LAUNCHER = {
+    f"{ELASTIC}.agent.server": "RunResult WorkerState",
+    f"{ELASTIC}.agent.server.api:SimpleElasticAgent": "_rendezvous _monitor_workers _restart_workers "
+    "_exit_barrier _shutdown",
+    f"{ELASTIC}.agent.server.api:SimpleElasticAgent.__init__": "_worker_group _remaining_restarts",
+    f"{ELASTIC}.agent.server.local_elastic_agent": "LocalElasticAgent start_processes",
+    f"{ELASTIC}.agent.server.local_elastic_agent:LocalElasticAgent.__init__": "_pcontext _rdzv_handler "
+    "_logs_specs",
+    PROCESSES: "SignalException SubprocessContext _terminate_process_handler",
+    f"{PROCESSES}:SubprocessContext": "_start _poll _close",
+    f"{PROCESSES}:SubprocessContext.__init__": "subprocess_handlers",
+    f"{PROCESSES}:DefaultLogsSpecs.__init__": "_run_log_dir",
+    f"{ELASTIC}.multiprocessing.errors": "ChildFailedError",
+    f"{ELASTIC}.rendezvous": "RendezvousClosedError RendezvousConnectionError RendezvousError "
+    "RendezvousTimeoutError",
+    MEETING: "get_method_name _delay pickle _BackendRendezvousStateHolder _RendezvousState _NodeDesc "
+    "_RendezvousExitOp",
+    f"{MEETING}:DynamicRendezvousHandler": "_node_desc_generator _stop_heartbeats _close",
+    f"{MEETING}:DynamicRendezvousHandler.__init__": "_op_executor _state_holder _store",
+    f"{MEETING}:_BackendRendezvousStateHolder.__init__": "_backend",
+    f"{MEETING}:_NodeDescGenerator.__init__": "_local_id",
+    f"{ELASTIC}.utils.distributed": "get_free_port",
+    "torch.distributed": "DistNetworkError",
+    "torch.distributed.launcher.api": "LocalElasticAgent launch_agent",
+    "torch.distributed.run": "config_from_args get_args_parser",
+}
+
+
+def missing(table: dict[str, str]) -> str:
+    """Two lines of an error if this torch lacks a name of the table; else empty."""
+    import torch
+
+    for where, names in table.items():
+        try:
+            owner = pkgutil.resolve_name(where)
+        except (ImportError, AttributeError):
+            owner = None
+        for name in names.split():
+            if not any(has(owner, choice) for choice in name.split("/")):
+                return (
+                    f"torch {torch.__version__} has no {name} in {where}, which is needed here\n"
+                    f"torch {KNOWN_TO_WORK} is known to work"
+                )
+    return ""
+
+
+def has(owner: object, name: str) -> bool:
+    """Whether it is an attribute, or is set by this function."""
+    set_there = getattr(getattr(owner, "__code__", None), "co_names", ())
+    return hasattr(owner, name) or name in getattr(owner, "__annotations__", ()) or name in set_there
