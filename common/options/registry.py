@@ -46,7 +46,7 @@ RATES = {  # torch's own where they are not RATE; sgd has ours; tests/training c
     "rmsprop": 0.01,
     "rprop": 0.01,
 }
-FUSED = ("sgd", "adam", "adamw")  # each weight's update is its own, as --shard needs
+FUSED = ("sgd", "adam", "adamw")  # each weight's update is its own
 
 
 def kind_of(name: str) -> str:

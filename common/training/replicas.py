@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from common.data import leaves, map_tensors
-from common.device import is_gpu
+from common.device import devices_of, is_gpu
 from common.errors import UserError
 from common.options import Options
 from common.training.bitwise import Slices
@@ -45,14 +45,14 @@ def prepare(net: nn.Module, opts: Options, world: World) -> None:
 # ---- where the net goes: what a loop calls -------------------------------------------------------------
 def on_device(net: nn.Module, opts: Options, world: World) -> nn.Module:
     """On the device of this process."""
-    if len(places_of(net)) == 1:  # else its author has placed it
+    if len(devices_of(net)) == 1:  # else its author has placed it
         net.to(world.device)
     return torch.compile(net) if opts.compile else net
 
 
 def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
     """On all devices of this process, in each forward anew: they share the batch."""
-    if len(world.devices) == 1:
+    if len(world.devices) == 1 or len(devices_of(net)) > 1:
         return on_device(net, opts, world)
     if opts.compile:
         raise UserError(
@@ -90,11 +90,6 @@ class Called:
 
     def __getattr__(self, name):
         return getattr(self.state.net, name)
-
-
-def places_of(net: nn.Module) -> list[torch.device]:
-    """The devices of its weights, in their order."""
-    return [*dict.fromkeys(p.device for p in net.parameters())]
 
 
 # ---- how the gradient is averaged over the ranks -------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import checkpoints, facts_of
-from common.device import mark, wait_by_asking
+from common.device import devices_of, mark, wait_by_asking
 from common.errors import UserError, blamed
 from common.options import Options
 from common.sampler import seed
@@ -66,7 +66,7 @@ class TrainState:
         if self.task.names:
             best_of(opts, self.task)  # a wrong --best is told before the first step
         self.names = {p: name for name, p in net.named_parameters()}
-        self.devices = [*dict.fromkeys(p.device for p in self.names)] or [torch.device("cpu")]
+        self.devices = devices_of(net)
         self.device = self.devices[0]
         # without fp16 it does nothing
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=opts.amp == "fp16")
@@ -139,7 +139,7 @@ class TrainState:
                 self.statistics.commit()
                 self.settings.commit()
                 self.memory.commit()
-                self.updated = mark(self.device)
+                self.updated = self.marks()
 
     def finish_gradient(self) -> None:
         """Overflow check and clipping."""

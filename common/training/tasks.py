@@ -217,7 +217,7 @@ def reduced(loss, how):
 
 
 def nothing(tensors):
-    """0, as a function of all these tensors; stages of one process lie on several devices."""
+    """0, as a function of all these tensors, which may lie on several devices."""
     return sum(tensor.flatten()[:0].abs().sum().to(tensors[0].device) for tensor in tensors)
 
 

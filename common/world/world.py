@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -146,11 +146,17 @@ def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 # ---- how a process joins the world of this life, and how it leaves it -----------------------------
-def join(opts: Options) -> World:
-    """The world that torchrun or a person describes in the environment; call once, on every rank."""
+def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
+    """The world that torchrun or a person describes in the environment; call once, on every rank.
+
+    `placed`: the devices of a net that lies on several of them already.
+    """
     prepare_process()
     place = here()
-    devices = choose_devices(opts, place)
+    devices = visible_devices(opts, place, placed)
+    store = fresh_store(place.rank, place.size) if place.size > 1 else None
+    if is_gpu(devices[0]) and not (opts.devices or placed):
+        devices = own_share(devices, opts, place, store)
     pin(opts)
     world = World(
         place.rank,
@@ -161,8 +167,7 @@ def join(opts: Options) -> World:
         uuid.uuid4().hex[:12],
     )
     world.use_device()
-    if place.size > 1:
-        store = fresh_store(place.rank, place.size)
+    if store:
         _init_process_group(store, place, devices)
         life = gather(world, world.life)[0]
         world = replace(world, life=life, store=store)
@@ -194,7 +199,7 @@ def prepare_process():
     atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
     gc.enable()
     keep_memory()
-    # a GPU's driver then takes more launches behind a dead peer: --shard and --sync-bn wait within a forward
+    # a GPU's driver then takes more launches behind a dead peer: --sync-bn waits within a forward
     os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     with suppress(ValueError, OSError):  # rank 0 holds connections to all
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -209,8 +214,8 @@ def keep_memory():
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most that older versions accept
 
 
-def choose_devices(opts, place):
-    """The devices of this process: one per rank, or the list of a script that drives many."""
+def visible_devices(opts, place, placed=()):
+    """Where a process may train: the devices of a placed net, those that are named, or all GPUs it sees."""
     seen = gpus() if opts.device != "cpu" else ()
     kinds = {"auto", "cpu", *(gpu.type for gpu in seen)}
     if opts.device not in kinds:
@@ -219,6 +224,8 @@ def choose_devices(opts, place):
             f"(CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
             f"choose among {', '.join(sorted(kinds))}, or make one visible"
         )
+    if placed:
+        return tuple(placed)
     cpu = torch.device("cpu")
     if opts.devices:
         known = {str(device): device for device in (cpu, *seen)}
@@ -229,21 +236,36 @@ def choose_devices(opts, place):
                 f"choose among them, or make more visible (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})"
             )
         return tuple(known[name] for name in names)
-    if not seen:
-        return (cpu,)
-    count = len(seen)
-    if opts.script != "ddp":  # each process drives its share of this machine's
-        each = count // place.local_size
-        first = place.local_rank * each
-        return seen[first : first + each] or seen[:1]
-    if count == 1 and place.gpus:  # each process sees its own: --gpus-per-task
-        return seen
-    if place.local_size > count:
+    return seen or (cpu,) * (2 if opts.script == "mp" else 1)
+
+
+def own_share(seen, opts, place, store):
+    """The GPUs of this process: those that it sees, less the shares of ranks that see the same ones.
+
+    Equal names may be different GPUs (Slurm's --gpus-per-task), so the ranks of a machine compare uuids.
+    """
+    sharers = [place.rank]
+    if store:
+        uuids = str([uuid_of(gpu) for gpu in seen])
+        store.set(f"sees/{place.rank}", uuids)
+        first = place.rank - place.local_rank
+        machine = range(first, first + place.local_size)
+        told = store.multi_get([f"sees/{rank}" for rank in machine])
+        sharers = [rank for rank, others in zip(machine, told, strict=True) if others.decode() == uuids]
+    each = len(seen) // len(sharers)
+    if not each:
         raise UserError(
-            f"{place.local_size} processes on this machine but {count} GPUs are visible\n"
-            f"start at most {count} (--nproc_per_node={count}), or use --device cpu"
+            f"{len(sharers)} processes on this machine but {len(seen)} GPUs are visible\n"
+            f"start at most {len(seen)} (--nproc_per_node={len(seen)}), or use --device cpu"
         )
-    return (seen[place.local_rank],)
+    if opts.script == "ddp":
+        each = 1
+    first = sharers.index(place.rank) * each
+    return seen[first : first + each]
+
+
+def uuid_of(gpu):
+    return str(module_of(gpu).get_device_properties(gpu).uuid)
 
 
 def _init_process_group(store, place, devices):
@@ -258,7 +280,7 @@ def _init_process_group(store, place, devices):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend = "gloo"
     if is_gpu(device):
-        ranks = max(store.add(f"gpu/{module_of(gpu).get_device_properties(gpu).uuid}", 1) for gpu in devices)
+        ranks = max(store.add(f"gpu/{uuid_of(gpu)}", 1) for gpu in devices if is_gpu(gpu))
         if ranks > 1 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
             raise UserError(
                 f"rank {place.rank}: another rank has this GPU (CUDA_VISIBLE_DEVICES: {place.gpus})\n"
@@ -285,7 +307,8 @@ def _init_process_group(store, place, devices):
             rank=place.rank,
             world_size=place.size,
             timeout=MEETING,
-            device_id=device if is_gpu(device) else None,
+            # a backend that is bound to a device refuses collectives on the others
+            device_id=device if is_gpu(device) and len(devices) == 1 else None,
         )
     finally:
         faulthandler.cancel_dump_traceback_later()
