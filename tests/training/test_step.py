@@ -60,6 +60,7 @@ def full_batch_gradient(size, smoothing=0.0):
         # ragged batches, and fewer samples than ranks
         *((world, size, {}) for world in (1, 2, 3, 5) for size in (16, 17, 4, 2, 1)),
         *((2, 17, {"micro_batch_size": micro, "label_smoothing": 0.1}) for micro in (1, 3, 8, 100)),
+        *((2, 17, {"micro_batch_size": 2, "in_flight": many}) for many in (1, 2, 4, 9)),
         *((3, size, {"virtual_ranks": 8}) for size in (3, 11, 24)),
     ],
 )
