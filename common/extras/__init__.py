@@ -1,1 +1,1 @@
-"""What a plain training never imports: the core names these in EXTRAS (options/registry.py), and knows no more."""
+"""What a plain training never imports; of these the core knows what EXTRAS names (options/registry.py)."""

@@ -1,8 +1,8 @@
 """Cut a net over several devices of one process: its parts in a row, each where its weights fit.
 
-From a net to its places: `cut` shares out the parts of an nn.Sequential by weight or by counts; `Stages` moves
-them there, and hands each forward from one device to the next. A net that its author has placed on several
-devices stays as it is. A process holds the whole net, so all else is as in train_ddp.py.
+From a net to its places: `cut` shares out the parts of an nn.Sequential by weight or by counts; `Stages`
+moves them there, and hands each forward from one device to the next. A net that its author has placed on
+several devices stays as it is. A process holds the whole net, so all else is as in train_ddp.py.
 
 A GPU works on one micro batch while the next GPU works on the one before: outputs and losses stay on the last
 device, and there is one backward for several forwards (`--in-flight`), so no GPU waits for a copy back.
@@ -70,7 +70,7 @@ class Stages(nn.Module):
 
 
 def hand_over(before: torch.device, device: torch.device) -> None:
-    """The draws of a net go on from one GPU to the next, as one generator would: its state lies on the host."""
+    """Lets the draws go on from one GPU to the next, as one generator would: its state lies on the host."""
     if before != device and is_gpu(before) and is_gpu(device):
         generators = module_of(device).default_generators
         generators[device.index].set_state(generators[before.index].get_state())
@@ -114,5 +114,5 @@ def refuse_ties(net, groups):
         other, place = places.setdefault(tensor, (name, stage))
         if place != stage:
             raise UserError(
-                f"{other} and {name} are one tensor, but would lie on two devices\nuntie them, or cut elsewhere"
+                f"{other} and {name} are one tensor, would lie on two devices\nuntie them, or cut elsewhere"
             )

@@ -122,8 +122,7 @@ class Options:
     micro_batch_size: int = fixed(0, "at most so many samples per forward; 0: a rank's whole share")
     in_flight: int = free(
         0,
-        "micro batches: forwards before their common backward; 0: four a device for a net on several devices, "
-        "else one",
+        "micro batches: forwards before their common backward; 0: one, or four a device of a net on several",
         scripts="ddp mp",
     )
     optimizer: str = fixed(

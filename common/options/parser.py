@@ -65,8 +65,8 @@ def read_flags(words, doc, script):
     if flag in GONE:
         raise UserError(
             f"{flag} is gone: a process holds a whole net, over several devices with train_mp.py\n"
-            "weights of a run with parts: python -m common.checkpoint RUN --export FILE, by the version that wrote\n"
-            "it; then --init-from FILE here"
+            "to bring over weights of a run with parts: python -m common.checkpoint RUN --export FILE\n"
+            "by the version that wrote it, then --init-from FILE here"
         )
     hint = f"; did you mean {MEANT[flag]}?" if flag in MEANT else did_you_mean(flag, FLAGS)
     parser.error(f"unknown argument {unknown[0]!r}{hint}")

@@ -25,6 +25,12 @@ DATASETS = {  # name: its function of (options), and the flags that not every da
     "tokens": ("common.data.datasets:tokens", ("data_dir", "vocab_size")),
 }
 EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported only where it is asked for
+    "ema_decay": "common.extras.averages:Averages",
+    "fp16": "common.extras.fp16:Scaler",
+    "virtual_ranks": "common.extras.bits:gradient_of_slices",
+    "pin": "common.extras.bits:pin",  # with virtual_ranks
+    "bit_facts": "common.extras.bits:facts",  # likewise
+    "cross_check": "common.extras.votes:VotedGradient",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 NAMES: dict[str, Collection[str]] = {  # of the flags that also take path/to/file.py:function

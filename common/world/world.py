@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.device import gpus, is_gpu, module_of
 from common.errors import UserError
-from common.options import Options
+from common.options import Options, extra
 from common.place import here
 from common.sampler import hash_seed
 from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards
@@ -27,8 +27,6 @@ from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towa
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
 MAY_DIFFER = ("build of torch", "CPU or GPU")  # of the bit_facts: other bits are possible, not sure
-FIRST_BUCKET_BYTES = 1 << 20  # of gradients that are sent together: small, to leave early; as in DDP
-BUCKET_BYTES = 25 << 20  # of the other buckets
 M_TRIM_THRESHOLD = -1  # of mallopt: which freed memory goes back to the kernel
 M_MMAP_THRESHOLD = -3
 
@@ -127,22 +125,6 @@ def fingerprint_of(tensors: Iterable[Tensor]) -> int:
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))  # a copy
         sums.append(int(flat.view(torch.int64).sum()))  # 64-bit sums wrap, so their order does not matter
     return hash_seed(*sums)
-
-
-def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
-    runs: list[list[Tensor]] = []
-    size = 0
-    kind = None
-    for tensor in tensors:
-        limit = BUCKET_BYTES if len(runs) > 1 else FIRST_BUCKET_BYTES
-        if kind != (tensor.dtype, tensor.device) or size >= limit:
-            runs.append([])
-            kind = tensor.dtype, tensor.device
-            size = 0
-        runs[-1].append(tensor)
-        size += tensor.nbytes
-    return runs
 
 
 # ---- how a process joins the world of this life, and how it leaves it -----------------------------
@@ -314,7 +296,7 @@ def _init_process_group(store, place, devices):
         faulthandler.cancel_dump_traceback_later()
 
 
-# ---- what decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start ---
+# ---- what decides the bits besides the options ----------------------------------------------------
 def pin(opts):
     """Call before the first tensor is computed; plain `python` needs it too, for it sets no thread count."""
     if opts.threads or opts.virtual_ranks:
@@ -323,22 +305,9 @@ def pin(opts):
         torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = not opts.virtual_ranks  # it chooses kernels by their speed today
     if opts.virtual_ranks:
-        # cuBLAS is deterministic only with a fixed workspace
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it is overwritten anyway
+        extra("pin")()
 
 
 def bit_facts(opts: Options, device: torch.device) -> dict[str, str | int]:
-    """{what it is: value} for options.json; empty without --virtual-ranks, when bits are not promised."""
-    if not opts.virtual_ranks:
-        return {}
-    processor = torch.backends.cpu.get_cpu_capability()
-    if is_gpu(device):
-        processor = f"{module_of(device).get_device_name(device)} cudnn {torch.backends.cudnn.version()}"
-    return {
-        "CPU threads per process": torch.get_num_threads(),
-        "kind of device": device.type,
-        "build of torch": f"{torch.__version__} {hash_seed(torch.__config__.show()):08x}",
-        "CPU or GPU": processor,
-    }
+    """What options.json holds of this machine: nothing unless bits are promised (--virtual-ranks)."""
+    return extra("bit_facts")(device) if opts.virtual_ranks else {}

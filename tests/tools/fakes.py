@@ -24,6 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.checkpoint import tensors
+from common.extras.fp16 import Scaler
 from common.training import state as training_state
 
 # ---- streams --------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ class Generator:
 
 
 # ---- overflows ------------------------------------------------------------------------------------
-class OverDevices(torch.amp.GradScaler):
+class OverDevices(Scaler):
     """`parts`: the parameters of each device."""
 
     def __init__(self, *args, parts, **kwargs):

@@ -24,10 +24,11 @@ import train_ddp
 import train_mp
 from common.checkpoint.disk import sealed
 from common.errors import guarded
+from common.extras.bits import Slices
+from common.extras.fp16 import Scaler
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
-from common.training.bitwise import Slices
 from common.world import world as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"
@@ -261,7 +262,7 @@ def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
         steps = small(world, 3)
         state = steps.state
         state.opts = replace(state.opts, clip_grad_norm=0.0)
-        state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        state.scaler = Scaler("cpu", init_scale=1024.0)
         steps.step(batch_at(world, 0, 3, size=1))
         return state.progress.step
 

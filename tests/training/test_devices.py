@@ -16,9 +16,10 @@ from samples import ALONE, Samples, Steps, share_of
 from torch import nn
 
 from common.checkpoint.tensors import Image
+from common.extras.devices import replicate
 from common.extras.stages import cut
 from common.options import Options
-from common.training import Task, evaluate, on_device, replicate
+from common.training import Task, evaluate, on_device
 
 
 def loss(net, batch):

@@ -9,8 +9,8 @@ from samples import ALONE, state_of
 from torch import nn
 
 from common.errors import UserError
+from common.extras.bits import Bucket
 from common.options import Options
-from common.training.bitwise import Bucket
 from common.training.optimizer import learning_rate
 from common.training.statistics import Statistics
 
@@ -162,8 +162,8 @@ def test_a_process_that_is_alone_waits_for_no_gpu(monkeypatch):
 
 def test_what_comes_from_a_peer_is_asked_for_before_anything_is_launched_behind_it(monkeypatch):
     said = []
-    monkeypatch.setattr("common.training.bitwise.mark", lambda device: "the event")
-    monkeypatch.setattr("common.training.bitwise.wait_by_asking", said.append)
+    monkeypatch.setattr("common.extras.bits.mark", lambda device: "the event")
+    monkeypatch.setattr("common.extras.bits.wait_by_asking", said.append)
     Bucket.wait(Mock(works=[Mock(wait=lambda: said.append("NCCL"))]))
     assert said == ["NCCL", "the event"]
 

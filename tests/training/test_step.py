@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import blamed
+from common.extras.devices import CpuReplicas, replicate
 from common.options import Options
-from common.training import replicate
-from common.training.replicas import Called, CpuReplicas
+from common.training.replicas import Called
 from common.training.tasks import nothing
 
 EXAMPLES = Samples(torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
@@ -124,7 +124,7 @@ class InAThread(nn.Module):
 
 def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     """A new thread's own type is bfloat16 on CPUs, so the other one is asked for; on GPUs it is float16."""
-    monkeypatch.setattr(sys.modules["common.training.replicas"], "CpuReplicas", InAThread)
+    monkeypatch.setattr(sys.modules["common.extras.devices"], "CpuReplicas", InAThread)
     net = small_net().float()
     opts = Options(script="dp", amp="fp16")
     seen = []
