@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
 
 ASK_SECONDS = 2e-5  # between two questions
 
@@ -36,11 +37,9 @@ def seed_gpus(number: int) -> None:
         module_of(kind).manual_seed_all(number)
 
 
-def hand_over(before: torch.device, device: torch.device) -> None:
-    """The draws of a net go on from one GPU to the next, as one generator would: its state lies on the host."""
-    if before != device and is_gpu(before) and is_gpu(device):
-        generators = module_of(device).default_generators
-        generators[device.index].set_state(generators[before.index].get_state())
+def devices_of(net: nn.Module) -> list[torch.device]:
+    """Where its weights are, in their order; several if its author has placed it so."""
+    return [*dict.fromkeys(p.device for p in net.parameters())] or [torch.device("cpu")]
 
 
 def mark(device: torch.device) -> torch.Event | None:

@@ -2,7 +2,7 @@
 
 What a file holds is one table, {name: [type, shape, SHA-256]}: the manifest has it, and the header
 follows from it. A file with another header is refused, so no header is ever parsed. The first row is not 0
-where a tensor lies in several files (`--shard`).
+where a tensor lies in several files.
 """
 
 import hashlib
@@ -205,7 +205,8 @@ class Image:
         sources = [tensors[name].detach() for name in self.views]
         if sources:
             torch._foreach_copy_(list(self.views.values()), sources, non_blocking=self.is_pinned)
-            wait_by_asking(mark(sources[0].device))
+            for device in self.devices:
+                wait_by_asking(mark(device))
 
 
 def pinned(buffer, devices):

@@ -107,7 +107,7 @@ def cuts(order, opts):
 def forward_sizes(n, rank, world, opts):
     """Return how many samples each forward of this rank gets of a global batch of n samples.
 
-    With --sync-bn and --shard ranks wait for each other inside a forward: all make as many, if need be of
+    With --sync-bn ranks wait for each other inside a forward: all make as many, if need be of
     no sample. With --virtual-ranks each slice is one forward.
     """
     if opts.virtual_ranks:

@@ -1,9 +1,11 @@
-"""A net over several devices of one process: its parts in a row, each where its weights fit.
+"""Cut a net over several devices of one process: its parts in a row, each where its weights fit.
 
-From a net to its places: `cut` shares out the parts of an nn.Sequential by weight or by counts; `Stages` moves
-them there, and hands each micro batch from one to the next. A process holds the whole net, so all else is as
-in train_ddp.py: DDP averages over the processes, any of them can save. A GPU works on one chunk of a batch
-while the next one works on the chunk before: `--micro-batch-size` makes them.
+From a net to its places: `cut` shares out the parts of an nn.Sequential by weight or by counts; `Stages`
+moves them there, and hands each forward from one device to the next. A net that its author has placed on
+several devices stays as it is. A process holds the whole net, so all else is as in train_ddp.py.
+
+A GPU works on one micro batch while the next GPU works on the one before: outputs and losses stay on the last
+device, and there is one backward for several forwards (`--in-flight`), so no GPU waits for a copy back.
 """
 
 import functools
@@ -12,14 +14,19 @@ import itertools
 import torch
 from torch import nn
 
-from common.device import hand_over
+from common.device import devices_of, is_gpu, module_of
 from common.errors import UserError
 from common.options import Options
 from common.world import World
 
 
+def cut(net: nn.Module, opts: Options, world: World) -> nn.Module:
+    """The net over the devices of this process."""
+    return net if len(devices_of(net)) > 1 else Stages(net, opts, world)
+
+
 class Stages(nn.Module):
-    """The net, called; its parts are on the devices of this process."""
+    """An nn.Sequential, called; its parts are on the devices of this process."""
 
     def __init__(self, net: nn.Module, opts: Options, world: World) -> None:
         super().__init__()
@@ -29,35 +36,48 @@ class Stages(nn.Module):
         if not usual or net._forward_hooks or net._forward_pre_hooks:
             raise UserError(
                 f"train_mp.py cuts an nn.Sequential, {type(net).__name__} is none\n"
-                "place its parts yourself, with .to(...) in its forward, and use train_ddp.py"
+                "place its parts yourself, with .to(...) in its forward; it then trains in every script"
             )
         weights = [sum(p.numel() for p in net._modules[name].parameters()) for name in names]
-        counts = cut(weights, opts, world.devices)
         rest = iter(names)
-        self.groups = [list(itertools.islice(rest, count)) for count in counts]
-        refuse_ties(net, self.groups)
-        self.places = list(zip(itertools.cycle(world.devices), self.groups))
+        groups = [list(itertools.islice(rest, count)) for count in counts_of(weights, opts, world.devices)]
+        refuse_ties(net, groups)
+        self.places = list(zip(itertools.cycle(world.devices), groups))
+        self.takes_turns = bool(opts.virtual_ranks) and len(world.devices) > 1
         for device, group in self.places:
             for name in group:
                 net._modules[name].to(device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = self.places[0][0]
+        first = before = self.places[0][0]
         for device, group in self.places:
             hand_over(before, device)
             x = x.to(device, non_blocking=True)
             for name in group:
                 x = self.net._modules[name](x)
             before = device
+        hand_over(before, first)
         return x
 
     def describe(self) -> list[str]:
         """The cut as lines."""
-        return [f"{device}: {', '.join(group)}" for device, group in self.places]
+        lines = [f"{device}: {', '.join(group)}" for device, group in self.places]
+        if self.takes_turns:
+            lines.append(
+                "with --virtual-ranks the devices take turns: a slice is one forward and its backward"
+            )
+        return lines
 
 
-def cut(weights, opts, devices):
-    """How many parts each stage has."""
+def hand_over(before: torch.device, device: torch.device) -> None:
+    """Lets the draws go on from one GPU to the next, as one generator would: its state lies on the host."""
+    if before != device and is_gpu(before) and is_gpu(device):
+        generators = module_of(device).default_generators
+        generators[device.index].set_state(generators[before.index].get_state())
+
+
+def counts_of(weights, opts, devices):
+    """How many parts each device has."""
     if opts.balance == "parameters" and len(devices) <= len(weights):
         return balance([weight + 1 for weight in weights], len(devices))
     counts = [int(count) for count in opts.balance.split(",") if count.isdecimal()]
@@ -70,7 +90,7 @@ def cut(weights, opts, devices):
 
 
 def balance(weights, stages):
-    """The number of parts of each stage: none empty, the heaviest as light as possible (exactly)."""
+    """How many parts each stage has: none empty, the heaviest as light as possible (exactly)."""
 
     @functools.cache
     def best(start, stages):
@@ -86,7 +106,7 @@ def balance(weights, stages):
 
 
 def refuse_ties(net, groups):
-    """UserError if a tensor would be in two stages."""
+    """UserError if a tensor would be on two devices."""
     stage_of = {name: stage for stage, group in enumerate(groups) for name in group}
     places = {}
     for name, tensor in net.state_dict(keep_vars=True).items():
@@ -94,5 +114,5 @@ def refuse_ties(net, groups):
         other, place = places.setdefault(tensor, (name, stage))
         if place != stage:
             raise UserError(
-                f"{other} and {name} are one tensor, but lie in two stages\nuntie them, or cut elsewhere"
+                f"{other} and {name} are one tensor, would lie on two devices\nuntie them, or cut elsewhere"
             )

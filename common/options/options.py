@@ -133,6 +133,11 @@ class Options:
     micro_batch_size: int = fixed(
         0, "micro batch: at most so many samples per forward (gradient accumulation); 0: a rank's whole share"
     )
+    in_flight: int = free(
+        0,
+        "micro batches: forwards before their common backward; 0: one, or four a device of a net on several",
+        scripts="ddp mp",
+    )
     optimizer: str = fixed(
         "adam",
         "a name of torch.optim, or path/to/file.py:function of (net, opts) that "
@@ -170,7 +175,7 @@ class Options:
     )
     balance: str = free("parameters", "where to cut: by parameters, or counts of pieces as 3,1", scripts="mp")
     amp: str = fixed("off", "mixed precision", choices=("off", "bf16", "fp16"))
-    compile: bool = fixed(False, "torch.compile")
+    compile: bool = fixed(False, "torch.compile", scripts="ddp dp")
     tf32: bool = fixed(
         False, "TF32 matrix products: faster, less exact (CUDA only; convolutions have it anyway)"
     )

@@ -28,6 +28,7 @@ MEANT = {  # by flags that others have
     "--gpus": "torchrun --nproc_per_node=N, which starts a process for each GPU",
     "--nproc": "torchrun --nproc_per_node=N, before the name of the script",
 }
+GONE = {"--stages", "--shard", "--recompute"}  # flags of a net in parts
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +62,12 @@ def read_flags(words, doc, script):
     if flag in FLAGS:
         owners = " and ".join(f"train_{script}.py" for script in FLAGS[flag].metadata["scripts"])
         raise UserError(f"{flag} cannot take effect in {parser.prog}\nit belongs to {owners}")
+    if flag in GONE:
+        raise UserError(
+            f"{flag} is gone: a process holds a whole net, over several devices with train_mp.py\n"
+            "to bring over weights of a run with parts: python -m common.checkpoint RUN --export FILE\n"
+            "by the version that wrote it, then --init-from FILE here"
+        )
     hint = f"; did you mean {MEANT[flag]}?" if flag in MEANT else did_you_mean(flag, FLAGS)
     parser.error(f"unknown argument {unknown[0]!r}{hint}")
 

@@ -32,6 +32,12 @@ EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported o
     "load": "common.extras.load:load",
     "tokens": "common.extras.text:refuse_unshifted",
     "workers": "common.extras.workers:from_workers",
+    "ema_decay": "common.extras.averages:Averages",
+    "fp16": "common.extras.fp16:Scaler",
+    "virtual_ranks": "common.extras.bits:gradient_of_slices",
+    "pin": "common.extras.bits:pin",  # with virtual_ranks
+    "bit_facts": "common.extras.bits:facts",  # likewise
+    "cross_check": "common.extras.votes:VotedGradient",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 NAMES: dict[str, Collection[str]] = {  # of the flags that also take path/to/file.py:function
@@ -53,7 +59,7 @@ RATES = {  # torch's own where they are not RATE; sgd has ours; tests/training c
     "rmsprop": 0.01,
     "rprop": 0.01,
 }
-FUSED = ("sgd", "adam", "adamw")  # each weight's update is its own, as --shard needs
+FUSED = ("sgd", "adam", "adamw")  # each weight's update is its own
 
 
 def kind_of(name: str) -> str:

@@ -12,6 +12,8 @@ from common.options.registry import DATASETS, NAMES, flags_of_dataset, kind_of
 
 CLASHES = (  # the first cannot take effect with the second, because ...
     ("--micro-batch-size", "--virtual-ranks", "a slice is one forward, so its size is already fixed"),
+    ("--in-flight", "--virtual-ranks", "a slice is one forward and its backward"),
+    ("--in-flight", "--micro-batch-size=0", "a rank's share is one forward"),
     ("--sync-bn", "--virtual-ranks", "statistics over all ranks would depend on their number"),
     ("--compile", "--virtual-ranks", "compiled code depends on the shapes a process saw, so on the world"),
     ("--cross-check", "--virtual-ranks=0", "without slices no two ranks compute the same bits"),

@@ -37,7 +37,7 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
             seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world
             if samples is None:  # they are bad
                 continue
-            values = task(model, placed(samples, world.device, state.opts))
+            values = task(model, placed(samples, state.device, state.opts))
             predictions = values.pop("predictions", predictions)
             counted = task.counted(values)
             rows[number] = counted[: 2 * len(task.names)].clone()

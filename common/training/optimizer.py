@@ -123,17 +123,6 @@ def take_state(optimizer, names, tensors):
 
 
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
-def unscale(state):
-    """Undoes fp16's scale; if one rank skips the step, all skip it."""
-    state.scaler.scale(torch.zeros((), device=state.device))  # initialises it on ranks without a loss
-    state.scaler.unscale_(state.optimizer)
-    marks = state.scaler._found_inf_per_device(state.optimizer)
-    overflows = sum((mark.to(state.device) for mark in marks.values()), torch.zeros((), device=state.device))
-    for mark in marks.values():  # the optimizer adds them up, and accepts only 0 or 1
-        mark.zero_()
-    marks[state.device] = overflows.clamp_(max=1.0)
-
-
 def divide(gradients, divisor):
     alike = defaultdict(list)
     for gradient in gradients:

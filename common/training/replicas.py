@@ -1,18 +1,16 @@
-"""A net made ready: on its device, with the layers of the options, and a replica on each rank or device."""
+"""A net made ready: on its device, with the layers of the options, and a replica on each rank."""
 
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from common.data import leaves, map_tensors
-from common.device import is_gpu
+from common.data import map_tensors
+from common.device import devices_of, is_gpu
 from common.errors import UserError
 from common.options import Options
-from common.training.bitwise import Slices
 from common.training.tasks import AMP, OWN, autocast
 from common.training.turns import Turns
 from common.world import World
@@ -45,29 +43,9 @@ def prepare(net: nn.Module, opts: Options, world: World) -> None:
 # ---- where the net goes: what a loop calls -------------------------------------------------------------
 def on_device(net: nn.Module, opts: Options, world: World) -> nn.Module:
     """On the device of this process."""
-    if len(places_of(net)) == 1:  # else its author has placed it
+    if len(devices_of(net)) == 1:  # else its author has placed it
         net.to(world.device)
     return torch.compile(net) if opts.compile else net
-
-
-def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
-    """On all devices of this process, in each forward anew: they share the batch."""
-    if len(world.devices) == 1:
-        return on_device(net, opts, world)
-    if opts.compile:
-        raise UserError(
-            "--compile: train_dp.py copies the net to its devices in each forward, which breaks "
-            "compiled code\nleave it out, or use train_ddp.py, or one device"
-        )
-    if len({device.type for device in world.devices}) > 1:
-        raise UserError(
-            f"--devices {','.join(map(str, world.devices))}: nn.DataParallel drives devices of one kind\n"
-            "name CPUs or GPUs alone"
-        )
-    replica = Replica(net.to(world.device), partial(autocast, opts, world.device))
-    if is_gpu(world.device):
-        return DataParallel(replica, device_ids=[d.index for d in world.devices])
-    return CpuReplicas(replica, len(world.devices))
 
 
 class Called:
@@ -92,20 +70,13 @@ class Called:
         return getattr(self.state.net, name)
 
 
-def places_of(net: nn.Module) -> list[torch.device]:
-    """The devices of its weights, in their order."""
-    return [*dict.fromkeys(p.device for p in net.parameters())]
-
-
 # ---- how the gradient is averaged over the ranks -------------------------------------------------------
 def engines_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, world: World
-) -> "list[Engine]":
-    """One for each turn; None if this process is alone: autograd has the whole gradient then."""
+) -> list[DistributedDataParallel | None]:
+    """One for each turn; None if this process is alone, and with --virtual-ranks."""
     turns = optimizer.order if isinstance(optimizer, Turns) else [optimizer]
-    if opts.virtual_ranks:
-        return [Slices(net, world, opts.virtual_ranks)] * len(turns)
-    if world.size == 1:
+    if opts.virtual_ranks or world.size == 1:
         return [None] * len(turns)
     # `Gradient` averages buffers once a step; DDP would copy those of rank 0, which sees only its own share.
     known = inspect.signature(DistributedDataParallel).parameters
@@ -135,39 +106,3 @@ class Weights(nn.Module):
 
     def forward(self):
         pass
-
-
-Engine = Slices | DistributedDataParallel | None
-
-
-class Replica(nn.Module):
-    """The net in one of nn.DataParallel's threads, which cast to another type than --amp."""
-
-    def __init__(self, net, casting):
-        super().__init__()
-        self.net = net
-        self.casting = casting
-
-    def forward(self, *args, **kwargs):
-        with self.casting():
-            return self.net(*args, **kwargs)
-
-
-class CpuReplicas(nn.Module):
-    """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices": the path without a GPU."""
-
-    def __init__(self, net, count):
-        super().__init__()
-        self.module = net
-        self.count = count
-
-    def forward(self, *args, **kwargs):
-        count = len(leaves((args, kwargs))[0].chunk(self.count))  # as on GPUs, it may be less
-        outputs = []
-        for i in range(count):
-            share, named = map_tensors(lambda x, i=i: x.chunk(self.count)[i], (args, kwargs))
-            # As on GPUs, the first replica is the net itself, and buffers of the others are lost.
-            copies = {name: b.clone() for name, b in self.module.named_buffers()} if i else {}
-            outputs.append(torch.func.functional_call(self.module, copies, share, named))
-        pieces = zip(*map(leaves, outputs), strict=True)
-        return map_tensors(lambda _: torch.cat(next(pieces)), outputs[0])

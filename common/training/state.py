@@ -14,16 +14,16 @@ Not stored is what follows from (options, step): order, learning rate, draws of 
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.checkpoint import checkpoints, facts_of
-from common.device import mark, wait_by_asking
+from common.device import devices_of, mark, wait_by_asking
 from common.errors import UserError, blamed
-from common.options import Options
+from common.options import Options, extra
 from common.sampler import seed
 from common.training.memory import Memory, Settings, Thing
 from common.training.optimizer import (
@@ -33,7 +33,6 @@ from common.training.optimizer import (
     named_state,
     parts_of,
     take_state,
-    unscale,
 )
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
@@ -66,17 +65,13 @@ class TrainState:
         if self.task.names:
             best_of(opts, self.task)  # a wrong --best is told before the first step
         self.names = {p: name for name, p in net.named_parameters()}
-        self.devices = [*dict.fromkeys(p.device for p in self.names)] or [torch.device("cpu")]
+        self.devices = devices_of(net)
         self.device = self.devices[0]
-        # without fp16 it does nothing
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=opts.amp == "fp16")
+        kind = extra("fp16") if opts.amp == "fp16" else torch.amp.GradScaler
+        self.scaler = kind(self.device.type, enabled=opts.amp == "fp16")
         self.statistics = Statistics(net)
-        self.ema: dict[str, Tensor] = {}  # averaged weights by name
-        self.own: dict[nn.Parameter, Tensor] = {}  # while the net has the averages: its own weights
-        if opts.ema_decay:
-            for p, name in self.names.items():
-                kind = torch.promote_types(p.dtype, torch.float32)  # in 16 bits they would stand still
-                self.ema[name] = p.detach().to(kind, copy=True)
+        self.averages = extra("ema_decay")(self, opts.ema_decay) if opts.ema_decay else None
+        self.own: dict[nn.Parameter, Tensor] = {}  # while an evaluation lends the net others: its own weights
         self.lock = threading.RLock()
         self.updated: list[torch.Event | None] = []  # of each device, after all that has changed weights
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
@@ -147,8 +142,8 @@ class TrainState:
         if self.turns:
             self.turns.begin(self.progress.turn)
         clip = self.opts.clip_grad_norm
-        if (clip or len(self.devices) > 1) and self.scaler.is_enabled():
-            unscale(self)
+        if self.scaler.is_enabled():
+            self.scaler.unscale(self.optimizer, self.device)
         if clip:
             torch.nn.utils.clip_grad_norm_(self.names, clip)
 
@@ -181,10 +176,8 @@ class TrainState:
         with blamed(f"optimizer {self.opts.optimizer}"):
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.ema:
-            averages = list(self.ema.values())
-            weights = [p.detach().to(a.dtype) for p, a in zip(self.names, averages, strict=True)]
-            torch._foreach_lerp_(averages, weights, 1 - self.opts.ema_decay)
+        if self.averages:
+            self.averages.update()
         self.statistics.commit()
         self.settings.commit()
         self.progress.count(size)
@@ -230,29 +223,9 @@ class TrainState:
         with self.lock:
             self.progress.evaluate(numbers, metric, sign, f"val_{self.task.names[0]}")
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Inside this block the net has the averaged weights (--ema-decay), outside its own.
-
-        A checkpoint has its own in any case: they are copied before the first weight changes.
-        """
-        if not self.ema:
-            yield
-            return
-        with self.changing():
-            self.own = {p: p.detach().clone() for p in self.names}
-            self._set_weights(self.ema)
-        try:
-            yield
-        finally:
-            with self.changing():
-                self._set_weights(self.own)
-                self.own = {}
-
-    @torch.no_grad()
-    def _set_weights(self, weights):
-        for p, weight in zip(self.names, weights.values(), strict=True):
-            p.data.copy_(weight)  # not counted as a change: the same weights come back
+    def averaged(self) -> AbstractContextManager:
+        """Inside this block the net has the averaged weights (--ema-decay)."""
+        return self.averages.in_the_net() if self.averages else nullcontext()
 
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -261,7 +234,7 @@ class TrainState:
         model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
         for name, p in self.net.named_parameters(remove_duplicate=False):
             model[name] = self.own.get(p, model[name])
-        optimizer = {f"{name}/ema": average for name, average in self.ema.items()}
+        optimizer = self.averages.named() if self.averages else {}
         optimizer |= named_state(self.optimizer, self.names)
         return {"model": model, "optimizer": optimizer | self.settings.tensors() | self.memory.tensors()}
 
@@ -271,9 +244,9 @@ class TrainState:
 
     @torch.no_grad()
     def load(self, facts: Facts, remembered: dict[str, Tensor]) -> None:
-        """Takes the facts of a checkpoint, and what is remembered beside the net, whose tensors are in place."""
-        for name, average in self.ema.items():
-            average.copy_(remembered[f"{name}/ema"])
+        """Takes the facts of a checkpoint, and what it has beside the net, whose tensors are in place."""
+        if self.averages:
+            self.averages.load(remembered)
         of_weights = {name: t for name, t in remembered.items() if name[0] != "/" and name[-4:] != "/ema"}
         take_state(self.optimizer, self.names, of_weights)
         self.settings.load(remembered)

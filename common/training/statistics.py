@@ -47,12 +47,6 @@ class Statistics:
         """The live buffers become again those of the last whole step."""
         _copy(self._live(), self.committed.values())
 
-    def renew(self):
-        """Like `reset`, into new tensors: the backward of slices in flight may still need the old ones."""
-        renewed = {}  # a buffer may have two names
-        for (owner, name), committed in zip(self.places, self.committed.values(), strict=True):
-            owner[name] = renewed.setdefault(owner[name], committed.clone())
-
     def average(self, world, weight):
         """All replicas' buffers change by the mean of their changes, weighted by samples."""
         if self.numel and world.size > 1:

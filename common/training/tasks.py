@@ -134,8 +134,8 @@ class Task:
         if isinstance(loss, Tensor) and loss.requires_grad:
             if reduced(loss, "Mean"):
                 raise UserError(
-                    "the loss is a mean, wanted with a count is the sum: only sums add up over ranks with unequal "
-                    'shares\ngive the loss function reduction="sum", or in a loop run.step(loss) without a count'
+                    "the loss is a mean, wanted with a count is the sum: only sums add up over shares\n"
+                    'give the loss function reduction="sum", or in a loop run.step(loss) without a count'
                 )
             if loss.dtype in AMP.values():
                 raise UserError(
@@ -217,7 +217,7 @@ def reduced(loss, how):
 
 
 def nothing(tensors):
-    """0, as a function of all these tensors; stages of one process lie on several devices."""
+    """0, as a function of all these tensors, which may lie on several devices."""
     return sum(tensor.flatten()[:0].abs().sum().to(tensors[0].device) for tensor in tensors)
 
 

@@ -6,7 +6,6 @@ from common.world.world import (
     WATCHED,
     World,
     bit_facts,
-    buckets_of,
     fingerprint_of,
     gather,
     has_peers,

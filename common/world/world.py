@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.device import gpus, is_gpu, module_of
 from common.errors import UserError
-from common.options import Options
+from common.options import Options, extra
 from common.place import here, this_process
 from common.sampler import hash_seed
 from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards
@@ -27,8 +27,6 @@ from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towa
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
 MAY_DIFFER = ("build of torch", "CPU or GPU")  # of the bit_facts: other bits are possible, not sure
-FIRST_BUCKET_BYTES = 1 << 20  # of gradients that are sent together: small, to leave early; as in DDP
-BUCKET_BYTES = 25 << 20  # of the other buckets
 M_TRIM_THRESHOLD = -1  # of mallopt: which freed memory goes back to the kernel
 M_MMAP_THRESHOLD = -3
 
@@ -137,28 +135,20 @@ def fingerprint_of(tensors: Iterable[Tensor]) -> int:
     return hash_seed(*sums)
 
 
-def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
-    runs: list[list[Tensor]] = []
-    size = 0
-    kind = None
-    for tensor in tensors:
-        limit = BUCKET_BYTES if len(runs) > 1 else FIRST_BUCKET_BYTES
-        if kind != (tensor.dtype, tensor.device) or size >= limit:
-            runs.append([])
-            kind = tensor.dtype, tensor.device
-            size = 0
-        runs[-1].append(tensor)
-        size += tensor.nbytes
-    return runs
-
-
 # ---- how a process joins the world of this life, and how it leaves it -----------------------------
-def join(opts: Options) -> World:
-    """The world that torchrun or a person describes in the environment; call once, on every rank."""
+def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
+    """The world that torchrun or a person describes in the environment; call once, on every rank.
+
+    `placed`: the devices of a net that lies on several of them already.
+    """
     prepare_process()
     place = here()
-    devices = choose_devices(opts, place)
+    devices = visible_devices(opts, place, placed)
+    store = fresh_store(place.rank, place.size) if place.size > 1 else None
+    if store and not place.local_size_is_set:
+        refuse_several_machines(store, place.rank, place.size)
+    if is_gpu(devices[0]) and not (opts.devices or placed):
+        devices = own_share(devices, opts, place, store)
     pin(opts)
     world = World(
         place.rank,
@@ -169,10 +159,7 @@ def join(opts: Options) -> World:
         uuid.uuid4().hex[:12],
     )
     world.use_device()
-    if place.size > 1:
-        store = fresh_store(place.rank, place.size)
-        if not place.local_size_is_set:
-            refuse_several_machines(store, place.rank, place.size)
+    if store:
         _init_process_group(store, place, devices)
         life = gather(world, world.life)[0]
         world = replace(world, life=life, store=store)
@@ -215,7 +202,7 @@ def prepare_process():
     atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
     gc.enable()
     keep_memory()
-    # a GPU's driver then takes more launches behind a dead peer: --shard and --sync-bn wait within a forward
+    # a GPU's driver then takes more launches behind a dead peer: --sync-bn waits within a forward
     os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     with suppress(ValueError, OSError):  # rank 0 holds connections to all
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -230,8 +217,8 @@ def keep_memory():
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most that older versions accept
 
 
-def choose_devices(opts, place):
-    """The devices of this process: one per rank, or the list of a script that drives many."""
+def visible_devices(opts, place, placed=()):
+    """Where a process may train: the devices of a placed net, those that are named, or all GPUs it sees."""
     seen = gpus() if opts.device != "cpu" else ()
     kinds = {"auto", "cpu", *(gpu.type for gpu in seen)}
     if opts.device not in kinds:
@@ -240,6 +227,8 @@ def choose_devices(opts, place):
             f"(CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
             f"choose among {', '.join(sorted(kinds))}, or make one visible"
         )
+    if placed:
+        return tuple(placed)
     cpu = torch.device("cpu")
     if opts.devices:
         known = {str(device): device for device in (cpu, *seen)}
@@ -250,21 +239,36 @@ def choose_devices(opts, place):
                 f"choose among them, or make more visible (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})"
             )
         return tuple(known[name] for name in names)
-    if not seen:
-        return (cpu,)
-    count = len(seen)
-    if opts.script != "ddp":  # each process drives its share of this machine's
-        each = count // place.local_size
-        first = place.local_rank * each
-        return seen[first : first + each] or seen[:1]
-    if count == 1 and place.gpus:  # each process sees its own: --gpus-per-task
-        return seen
-    if place.local_size > count:
+    return seen or (cpu,) * (2 if opts.script == "mp" else 1)
+
+
+def own_share(seen, opts, place, store):
+    """The GPUs of this process: those that it sees, less the shares of ranks that see the same ones.
+
+    Equal names may be different GPUs (Slurm's --gpus-per-task), so the ranks of a machine compare uuids.
+    """
+    sharers = [place.rank]
+    if store:
+        uuids = str([uuid_of(gpu) for gpu in seen])
+        store.set(f"sees/{place.rank}", uuids)
+        first = place.rank - place.local_rank
+        machine = range(first, first + place.local_size)
+        told = store.multi_get([f"sees/{rank}" for rank in machine])
+        sharers = [rank for rank, others in zip(machine, told, strict=True) if others.decode() == uuids]
+    each = len(seen) // len(sharers)
+    if not each:
         raise UserError(
-            f"{place.local_size} processes on this machine but {count} GPUs are visible\n"
-            f"start at most {count} (--nproc_per_node={count}), or use --device cpu"
+            f"{len(sharers)} processes on this machine but {len(seen)} GPUs are visible\n"
+            f"start at most {len(seen)} (--nproc_per_node={len(seen)}), or use --device cpu"
         )
-    return (seen[place.local_rank],)
+    if opts.script == "ddp":
+        each = 1
+    first = sharers.index(place.rank) * each
+    return seen[first : first + each]
+
+
+def uuid_of(gpu):
+    return str(module_of(gpu).get_device_properties(gpu).uuid)
 
 
 def _init_process_group(store, place, devices):
@@ -279,7 +283,7 @@ def _init_process_group(store, place, devices):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend = "gloo"
     if is_gpu(device):
-        ranks = max(store.add(f"gpu/{module_of(gpu).get_device_properties(gpu).uuid}", 1) for gpu in devices)
+        ranks = max(store.add(f"gpu/{uuid_of(gpu)}", 1) for gpu in devices if is_gpu(gpu))
         if ranks > 1 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
             raise UserError(
                 f"rank {place.rank}: another rank has this GPU (CUDA_VISIBLE_DEVICES: {place.gpus})\n"
@@ -306,13 +310,14 @@ def _init_process_group(store, place, devices):
             rank=place.rank,
             world_size=place.size,
             timeout=MEETING,
-            device_id=device if is_gpu(device) else None,
+            # a backend that is bound to a device refuses collectives on the others
+            device_id=device if is_gpu(device) and len(devices) == 1 else None,
         )
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-# ---- what decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start ---
+# ---- what decides the bits besides the options ----------------------------------------------------
 def pin(opts):
     """Call before the first tensor is computed; plain `python` needs it too, for it sets no thread count."""
     if opts.threads or opts.virtual_ranks:
@@ -321,22 +326,9 @@ def pin(opts):
         torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = not opts.virtual_ranks  # it chooses kernels by their speed today
     if opts.virtual_ranks:
-        # cuBLAS is deterministic only with a fixed workspace
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it is overwritten anyway
+        extra("pin")()
 
 
 def bit_facts(opts: Options, device: torch.device) -> dict[str, str | int]:
-    """{what it is: value} for options.json; empty without --virtual-ranks, when bits are not promised."""
-    if not opts.virtual_ranks:
-        return {}
-    processor = torch.backends.cpu.get_cpu_capability()
-    if is_gpu(device):
-        processor = f"{module_of(device).get_device_name(device)} cudnn {torch.backends.cudnn.version()}"
-    return {
-        "CPU threads per process": torch.get_num_threads(),
-        "kind of device": device.type,
-        "build of torch": f"{torch.__version__} {hash_seed(torch.__config__.show()):08x}",
-        "CPU or GPU": processor,
-    }
+    """What options.json holds of this machine: nothing unless bits are promised (--virtual-ranks)."""
+    return extra("bit_facts")(device) if opts.virtual_ranks else {}

@@ -116,7 +116,7 @@ def test_averages_take_the_place_of_the_weights_and_tied_ones_are_there_once(tmp
     opts = options(tmp_path, ema_decay=0.5)
     with a_life(opts, Tied()) as life:
         at_step(life.state, 1)
-        for tensor in life.state.ema.values():
+        for tensor in life.state.averages.tensors.values():
             tensor.fill_(7.0)
         life.store.save()
     file = tmp_path / "w.safetensors"

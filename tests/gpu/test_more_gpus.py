@@ -7,9 +7,11 @@ import sys
 import time
 
 import pytest
-from gpus import ROOT, SMALL, TEXT, begin, devices, digest, fake, needs, pids, seen, train
+from gpus import ROOT, SMALL, TEXT, begin, devices, digest, fake, losses, needs, pids, seen, train
 from jobs import audit
 
+NETS = ROOT / "tests/tools/nets.py"
+DROPOUT = (f"--model={NETS}:tied", f"--dataset={NETS}:words", "--task=classify")
 LONG = ("--epochs=1000", "--no-tensorboard", "--audit", "--save-every=0", "--save-seconds=0", "--log-every=1")
 
 
@@ -36,16 +38,16 @@ def test_a_kill_of_a_rank_loses_no_step_and_one_that_stands_still_ends_at_the_li
 @pytest.mark.parametrize(
     "flags, chosen",
     [
-        (("--virtual-ranks=7",), "ranks stages devices"),
-        (("--virtual-ranks=8", "--model=resnet18"), "ranks"),  # no nn.Sequential: it cannot be cut
-        (("--virtual-ranks=8", *TEXT), "ranks stages devices"),
+        (("--virtual-ranks=7",), "ranks devices"),
+        (("--virtual-ranks=8", "--model=resnet18"), "ranks"),  # no nn.Sequential: it is not cut
+        (("--virtual-ranks=8", *TEXT), "ranks devices"),
+        (("--virtual-ranks=8", *DROPOUT), "ranks devices"),  # a generator for each device
     ],
 )
-def test_the_digest_is_that_of_one_gpu_with_ranks_and_with_stages(jobs, tmp_path, flags, chosen):
+def test_the_digest_is_that_of_one_gpu_with_ranks_and_with_a_net_over_devices(jobs, tmp_path, flags, chosen):
     train(jobs, tmp_path / "1", "train_ddp.py", *SMALL, *flags)
     ways = {
         "ranks": ("train_ddp.py", 2, ()),
-        "stages": ("train_mp.py", 2, ()),
         "devices": ("train_mp.py", 0, (devices(0, 1),)),
     }
     chosen = chosen.split()
@@ -53,6 +55,48 @@ def test_the_digest_is_that_of_one_gpu_with_ranks_and_with_stages(jobs, tmp_path
         script, world, more = ways[name]
         train(jobs, tmp_path / name, script, *SMALL, *flags, *more, world=world)
     assert len({digest(jobs, tmp_path / name) for name in ("1", *chosen)}) == 1
+
+
+@needs(2)
+def test_a_net_over_two_gpus_has_the_losses_of_one_gpu_with_forwards_in_flight(jobs, tmp_path):
+    flags = (*SMALL, *TEXT, "--micro-batch-size=4", "--log-every=1")
+    train(jobs, tmp_path / "1", "train_ddp.py", *flags)
+    train(jobs, tmp_path / "2", "train_mp.py", devices(0, 1), *flags)
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-3)
+
+
+@needs(2)
+@pytest.mark.skipif(fake(), reason="fp16 needs GPUs")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_step_that_overflows_on_two_gpus_is_skipped_on_both(jobs, tmp_path, optimizer):
+    """The first scale of fp16 is too large: each run begins with skipped steps."""
+    flags = ("--amp=fp16", f"--optimizer={optimizer}", "--log-every=1", *SMALL)
+    train(jobs, tmp_path / "2", "train_mp.py", devices(0, 1), *flags)
+    found = losses(tmp_path / "2")
+    assert found[-1] < found[0], "nothing is nan"
+
+
+@needs(4)
+@pytest.mark.parametrize("flags", [("--virtual-ranks=8",), ("--micro-batch-size=8",)])
+def test_two_processes_with_two_gpus_each_meet_and_a_kill_of_one_loses_no_step(jobs, tmp_path, flags):
+    """The placement (0, 1), (2, 3), in which NCCL has hung (pytorch#25767): a communicator for each device."""
+    job = begin(jobs, "train_mp.py", f"--run-dir={tmp_path}", *LONG, *TEXT, *flags, world=2, gpus=4)
+    for life in range(3):
+        victim = pids(tmp_path, life)[life % 2]
+        time.sleep(random.random())
+        os.kill(victim, signal.SIGKILL)
+    pids(tmp_path, 3)
+    stopped(job)
+    found = audit(tmp_path)
+    assert found["missed"] == found["repeated"] == found["lost"] == 0
+
+
+@needs(4)
+def test_four_gpus_in_two_processes_have_the_digest_of_one(jobs, tmp_path):
+    flags = (*SMALL, *DROPOUT, "--virtual-ranks=8")
+    train(jobs, tmp_path / "1", "train_ddp.py", *flags)
+    train(jobs, tmp_path / "4", "train_mp.py", *flags, world=2, gpus=4)
+    assert digest(jobs, tmp_path / "1") == digest(jobs, tmp_path / "4")
 
 
 @needs(1)

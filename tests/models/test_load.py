@@ -133,8 +133,9 @@ def test_a_file_that_the_caller_does_not_know_runs_only_if_it_is_named(tmp_path,
     assert load(link, model="own.py:net").last.out_features == 2 and (tmp_path / "ran").exists()
 
 
-def test_a_net_trained_in_stages_is_loaded_whole_without_torchrun_or_a_word(tmp_path):
-    run(tmp_path / "run", 2, ROWS | {"model": "mlp", "script": "mp", "stages": 2, "epochs": 1}, train_mp)
+def test_a_net_trained_over_devices_is_loaded_on_the_host_without_torchrun_or_a_word(tmp_path):
+    cut = {"model": "mlp", "script": "mp", "devices": ("cpu", "cpu"), "epochs": 1}
+    run(tmp_path / "run", 2, ROWS | cut, train_mp)
     code = f"from common.models import load; print(load({str(tmp_path / 'run')!r})[1].weight.shape)"
     done = ran(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert (done.stdout, done.stderr) == ("torch.Size([5, 4])\n", "")

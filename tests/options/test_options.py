@@ -172,6 +172,7 @@ FREE = {
     "debug",
     "show_scatter",
     "balance",
+    "in_flight",
     "vocab_size",
     "patience",
     "best",
@@ -265,10 +266,18 @@ def test_what_torchrun_kubernetes_and_people_rightly_set_is_accepted(monkeypatch
 
 
 def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_workers(capsys):
-    assert parse_options("", ["--virtual-ranks", "1"], processes=0).virtual_ranks == 1
+    flags = ["--virtual-ranks", "2"]
+    assert parse_options("", flags, "mp", processes=0).virtual_ranks == 2
     with pytest.raises(SystemExit):
-        parse_options("", ["--virtual-ranks", "1"], processes=2)
-    assert "WORLD_SIZE=2 is more than --virtual-ranks 1" in capsys.readouterr().err
+        parse_options("", flags, "mp", processes=3)
+    assert "WORLD_SIZE=3 is more than --virtual-ranks 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--stages=2", "--shard=2", "--recompute"])
+@pytest.mark.parametrize("script", ["ddp", "mp"])
+def test_flags_of_a_net_in_parts_are_refused_with_the_way_to_keep_its_weights(capsys, script, flag):
+    words = refused(capsys, flag, script=script)
+    assert "a process holds a whole net" in words and "--export FILE" in words and "--init-from" in words
 
 
 @pytest.mark.parametrize(

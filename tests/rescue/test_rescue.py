@@ -104,6 +104,7 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
             state.scaler = SimpleNamespace(  # reads the GPU in the stream of the thread that asks
                 step=lambda optimizer: optimizer.step(),
                 update=lambda: None,
+                is_enabled=lambda: False,
                 state_dict=lambda: torch.cuda.current_stream().synchronize() or {"scale": 1.0},
             )
             with Rescue(store):

@@ -6,9 +6,9 @@
         default.broken = error           each event on it raises, as after a device-side assert
     with fake_streams(gpu=1):            a thread that has not chosen GPU 1 cannot ask: GPU 0 is full
     with fake_streams(count=2):          two GPUs: `default.others` has the stream of the second one
-    with fake_gpu(2) as made:            tensors on "cuda:0" and "cuda:1" have a device and no numbers: with
-        net = made(nn.Linear, 6, 3)      those of another device in one operation they are an error; a backward
-                                         leaves gradients of ones; each GPU has a stream of its own
+    with fake_gpu(2) as made:            tensors on "cuda:0" and "cuda:1" have a device and no numbers: two
+        net = made(nn.Linear, 6, 3)      devices in one operation are an error; a backward leaves gradients
+                                         of ones; each GPU has a stream of its own
     OverDevices("cpu", parts=[[p], [q]]) a GradScaler to which each list lies on a device of its own
 
 Each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
@@ -24,8 +24,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.checkpoint import tensors
+from common.extras.fp16 import Scaler
 from common.training import state as training_state
-
 
 # ---- streams --------------------------------------------------------------------------------------
 HERE = threading.local()  # the GPU of this thread, and its stream on each GPU
@@ -239,7 +239,7 @@ class Generator:
 
 
 # ---- overflows ------------------------------------------------------------------------------------
-class OverDevices(torch.amp.GradScaler):
+class OverDevices(Scaler):
     """`parts`: the parameters of each device."""
 
     def __init__(self, *args, parts, **kwargs):

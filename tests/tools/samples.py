@@ -8,7 +8,7 @@ from common.data import Batch
 from common.data.loading import forward_sizes
 from common.data.samples import Samples as Split
 from common.sampler import share
-from common.training import Called, Gradient, TrainState, build_optimizer, engines_of, find_task, on_device
+from common.training import Called, TrainState, build_optimizer, find_task, gradients_of, on_device
 from common.world import World
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ class Steps:
     def __init__(self, net, opts, world, place=on_device, split=None, samples=100, **more):
         self.placed = place(net, opts, world)
         self.state = state_of(net, opts, samples, **more)
-        (self.engine,) = engines_of(net, self.state.optimizer, opts, world)
+        (self.gradient,) = gradients_of(net, self.state.optimizer, opts, world)
         self.model = Called(self.placed, self.state)
         self.world = world
         self.split = split
@@ -76,7 +76,7 @@ class Steps:
     def backward(self, batch, task=None):
         """The gradient of a global batch; returns this rank's totals."""
         task = task or self.state.task
-        gradient = Gradient(self.engine, batch, self.state, self.world, self.split)
+        gradient = self.gradient(batch, self.state, self.world, self.split)
         for samples in gradient.pieces():
             gradient.add(task(self.model, samples))
         return gradient.finish()

@@ -8,6 +8,7 @@ long form (`pytest -m long`) takes 200 steps and more, and all worlds.
 import json
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +17,15 @@ import torch
 from jobs import lives, rows
 from ranks import fork_ranks
 from refusals import refusal
-from samples import Facts, Samples, Steps, share_of
+from samples import ALONE, Facts, Samples, Steps, share_of
 
 import common.elastic as house
 import train_ddp
 import train_mp
 from common.checkpoint.disk import sealed
 from common.errors import guarded
+from common.extras.bits import Slices
+from common.extras.fp16 import Scaler
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
@@ -67,7 +70,7 @@ STEPS = 5  # an epoch of pictures: 24, 24, 24, 24 and a ragged 11 samples
 def life(world, script, opts, kill=None):
     """A rank's life in a script, from its options to its end; `kill`, (rank, step, phase): SIGKILL there."""
     world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
-    house.join = lambda opts: (pinned.pin(opts), world)[1]
+    house.join = lambda opts, placed: (pinned.pin(opts), world)[1]
     house.leave = lambda world: None  # fork_ranks ends them together
     torch.manual_seed(os.getpid())  # nothing may depend on the generator a process happens to have
     if kill and kill[0] == world.rank:
@@ -259,7 +262,7 @@ def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
         steps = small(world, 3)
         state = steps.state
         state.opts = replace(state.opts, clip_grad_norm=0.0)
-        state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        state.scaler = Scaler("cpu", init_scale=1024.0)
         steps.step(batch_at(world, 0, 3, size=1))
         return state.progress.step
 
@@ -276,3 +279,33 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
 
     for virtual_ranks in (0, 8):
         assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2
+
+
+def test_buckets_are_sent_in_one_order_whichever_thread_of_autograd_fills_them():
+    """With a net over several devices autograd has a thread a device: in another order sums are swapped."""
+    order = []
+
+    class Noted:
+        def __init__(self, name, weight):
+            self.name = name
+            self.members = [weight]
+            self.waiting = {weight}
+
+        def collect(self, carries):
+            if self.name == "A":  # while it is added up, the other device is ready
+                other.start()
+                other.join(0.2)
+
+        def send(self):
+            order.append(self.name)
+
+    net = torch.nn.Linear(2, 2)
+    slices = Slices(net, ALONE, 1)
+    buckets = [Noted("A", net.weight), Noted("B", net.bias)]
+    slices.bucket_of = {bucket.members[0]: bucket for bucket in buckets}
+    slices.filling = [*buckets]
+    slices.carries = slices.next = 0
+    other = threading.Thread(target=slices._ready, args=(net.bias,))
+    slices._ready(net.weight)
+    other.join()
+    assert order == ["A", "B"]

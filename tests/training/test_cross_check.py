@@ -10,9 +10,8 @@ from ranks import fork_ranks
 from test_bitwise import CNN, life, options, run
 
 import train_ddp
+from common.extras.votes import VotedGradient, checked
 from common.sampler import share
-from common.training import Gradient
-from common.training.bitwise import checked
 
 EVERY = {"cross_check": 2, "epochs": 3, "save_every": 1, "keep": 20}
 
@@ -24,7 +23,7 @@ def broken(world, opts, rank, first, last, again):
     """
     linear = torch.nn.functional.linear
     wrong = []
-    pieces = Gradient.pieces
+    pieces = VotedGradient.pieces
 
     def of_one_more(self):
         for samples in pieces(self):
@@ -41,7 +40,7 @@ def broken(world, opts, rank, first, last, again):
         return out
 
     if world.rank == rank:
-        Gradient.pieces = of_one_more
+        VotedGradient.pieces = of_one_more
         torch.nn.functional.linear = flipped
     return life(world, train_ddp, opts)
 

@@ -36,7 +36,7 @@ def metrics_of(world, n, ema=0.0):
     opts = Options(ema_decay=ema)
     state = state_of(net, opts, n)
     if ema:
-        for tensor in state.ema.values():
+        for tensor in state.averages.tensors.values():
             tensor.zero_()
     return evaluate(net, split_of(n), state, world, state.task), net[0].weight.tolist()
 

@@ -5,12 +5,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fakes import OverDevices, fake_streams, on_a_gpu
-from samples import state_of
+from samples import ALONE, state_of
 from torch import nn
 
 from common.errors import UserError
+from common.extras.bits import Bucket
 from common.options import Options
-from common.training.bitwise import Bucket
 from common.training.optimizer import learning_rate
 from common.training.statistics import Statistics
 
@@ -113,22 +113,40 @@ def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
         train(state, 1)
 
 
-def test_an_update_waits_for_its_gradient_without_the_lock_and_is_not_begun_behind_a_collective_that_hangs():
-    with fake_streams() as default:
+@pytest.mark.parametrize("gpu", [0, 1])
+def test_an_update_waits_for_its_gradient_without_the_lock_and_is_not_begun_behind_a_collective_that_hangs(
+    gpu,
+):
+    with fake_streams(count=2) as default:
         state = make()
         on_a_gpu(SimpleNamespace(state=state, saver=SimpleNamespace()), default)
         train(state, 1)
-        gate = default.hang()
+        stream = [default, *default.others][gpu]
+        gate = stream.hang()
         late = threading.Thread(target=train, args=(state, 1), daemon=True)
         late.start()
         late.join(0.2)
         assert late.is_alive() and state.progress.step == 1
         assert state.lock.acquire(timeout=60)
         state.lock.release()
-        assert default.done == len(default.work) - 1, "only the collective is left"
+        assert stream.done == len(stream.work) - 1, "only the collective is left"
         gate.set()
         late.join(20)
         assert state.progress.step == 2
+
+
+def test_a_rescue_waits_for_what_each_gpu_has_changed_of_the_last_step():
+    with fake_streams(count=2) as default:
+        state = make()
+        on_a_gpu(SimpleNamespace(state=state, saver=SimpleNamespace()), default)
+        before = held(state)
+        train(state, 1)
+        state.end_step(ALONE, 1.0)
+        default.submit(lambda: None, late=True)  # the forward of the next step: not waited for
+        assert torch.equal(held(state)["2.weight"], before["2.weight"]), "the update is late"
+        state.wait_for_update()
+        assert not torch.equal(held(state)["2.weight"], before["2.weight"])
+        assert default.done < len(default.work)
 
 
 def test_a_process_that_is_alone_waits_for_no_gpu(monkeypatch):
@@ -144,8 +162,8 @@ def test_a_process_that_is_alone_waits_for_no_gpu(monkeypatch):
 
 def test_what_comes_from_a_peer_is_asked_for_before_anything_is_launched_behind_it(monkeypatch):
     said = []
-    monkeypatch.setattr("common.training.bitwise.mark", lambda device: "the event")
-    monkeypatch.setattr("common.training.bitwise.wait_by_asking", said.append)
+    monkeypatch.setattr("common.extras.bits.mark", lambda device: "the event")
+    monkeypatch.setattr("common.extras.bits.wait_by_asking", said.append)
     Bucket.wait(Mock(works=[Mock(wait=lambda: said.append("NCCL"))]))
     assert said == ["NCCL", "the event"]
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import blamed
+from common.extras.devices import CpuReplicas, replicate
 from common.options import Options
-from common.training import replicate
-from common.training.replicas import Called, CpuReplicas
+from common.training.replicas import Called
 from common.training.tasks import nothing
 
 EXAMPLES = Samples(torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
@@ -60,6 +60,7 @@ def full_batch_gradient(size, smoothing=0.0):
         # ragged batches, and fewer samples than ranks
         *((world, size, {}) for world in (1, 2, 3, 5) for size in (16, 17, 4, 2, 1)),
         *((2, 17, {"micro_batch_size": micro, "label_smoothing": 0.1}) for micro in (1, 3, 8, 100)),
+        *((2, 17, {"micro_batch_size": 2, "in_flight": many}) for many in (1, 2, 4, 9)),
         *((3, size, {"virtual_ranks": 8}) for size in (3, 11, 24)),
     ],
 )
@@ -123,7 +124,7 @@ class InAThread(nn.Module):
 
 def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     """A new thread's own type is bfloat16 on CPUs, so the other one is asked for; on GPUs it is float16."""
-    monkeypatch.setattr(sys.modules["common.training.replicas"], "CpuReplicas", InAThread)
+    monkeypatch.setattr(sys.modules["common.extras.devices"], "CpuReplicas", InAThread)
     net = small_net().float()
     opts = Options(script="dp", amp="fp16")
     seen = []

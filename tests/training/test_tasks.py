@@ -9,7 +9,8 @@ from ranks import fork_ranks
 from refusals import refusal
 from samples import ALONE, Steps
 
-from common.data import Batch, batches, load_data
+from common.data import Batch, batches, load_data, map_tensors
+from common.extras.fp16 import Scaler
 from common.models import build_model
 from common.options import Options
 from common.sampler import ElasticSampler
@@ -60,8 +61,6 @@ class Life:
 
 
 def doubled(tree):
-    from common.data import map_tensors
-
     return map_tensors(lambda x: x.double() if x.is_floating_point() else x, tree)
 
 
@@ -87,7 +86,7 @@ def assert_exact(found, wanted):
 def one_epoch(world, scale):
     life = Life(sgd("padded", amp="fp16" if scale else "off"), world)
     if scale:
-        life.state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        life.state.scaler = Scaler("cpu", init_scale=1024.0)
     without_dropout(life.state.net)
     life.epoch(1)
     return life.weights()

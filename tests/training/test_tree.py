@@ -1,7 +1,7 @@
 """Every world performs the additions of one tree: proven symbolically, without arithmetic or ranks."""
 
+from common.extras.bits import carries, tree_of
 from common.sampler import share
-from common.training.bitwise import carries, tree_of
 
 
 def whole(first, size, slices):

@@ -2,6 +2,7 @@ import faulthandler
 import gc
 import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from common.world import gather, join
 from common.world import rendezvous as meeting
 from common.world import world as worlds
 from common.world.rendezvous import fresh_store
-from common.world.world import choose_devices, refuse_several_machines, same_everywhere
+from common.world.world import own_share, refuse_several_machines, same_everywhere, visible_devices
 
 
 def test_without_torchrun_the_world_is_one_rank_in_a_process_made_ready():
@@ -77,57 +78,108 @@ def test_every_life_has_a_store_of_its_own_although_torchrun_shares_one(size):
     assert all(ports == found[0] for ports in found) and len(set(found[0])) == 3
 
 
-def devices_of(opts, local_rank, local_size):
-    return choose_devices(opts, here()._replace(local_rank=local_rank, local_size=local_size))
+GPUS = tuple(torch.device("cuda", i) for i in range(4))
 
 
-def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
+def test_the_devices_that_a_process_sees_and_those_that_do_not_exist(monkeypatch):
+    def seen(**flags):
+        return visible_devices(Options(**flags), here())
+
     with refusal("--device cuda: torch sees no GPU of this kind.*\nchoose among auto, cpu"):
-        devices_of(Options(device="cuda"), 0, 1)
+        seen(device="cuda")
+    assert [len(seen(script=script)) for script in ("ddp", "dp", "mp")] == [1, 1, 2], "train_mp.py: cpu,cpu"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert devices_of(Options(), 1, 2) == (torch.device("cuda", 1),)
+    assert seen() == seen(script="mp") == GPUS[:2]
     with refusal("--devices cpu,tpu: there are cpu, cuda:0, cuda:1"):
-        devices_of(Options(devices=("cpu", "tpu")), 0, 1)
-    assert len(devices_of(Options(script="mp"), 0, 1)) == 2
-    assert len(devices_of(Options(script="mp", devices=("cpu", "cuda", "cuda:1")), 0, 1)) == 3
+        seen(devices=("cpu", "tpu"))
+    assert len(seen(script="mp", devices=("cpu", "cuda", "cuda:1"))) == 3
     with refusal("cuda:2"):
-        devices_of(Options(script="mp", devices=("cuda:1", "cuda:2")), 0, 1)
-    monkeypatch.setenv("WORLD_SIZE", "2")  # a process on each of two machines: each drives one GPU
-    assert devices_of(Options(script="mp"), 0, 1) == (torch.device("cuda", 0),)
-    for rank in range(3):
-        with refusal("3 processes on this machine but 2 GPUs"):
-            devices_of(Options(), rank, 3)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # each process sees a GPU of its own
-    assert devices_of(Options(), 1, 2) == (torch.device("cuda", 0),)
+        seen(script="mp", devices=("cuda:1", "cuda:2"))
+    assert visible_devices(Options(), here(), GPUS[:2]) == GPUS[:2], "a net that is placed"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
-    assert devices_of(Options(device="xpu"), 1, 2) == (torch.device("xpu", 1),)
+    assert [*map(str, seen(device="xpu"))] == ["xpu:0", "xpu:1"]
 
 
-def join_on_gpus(world, uuids):
-    """(what `join` says on GPUs with these uuids, torch's variables, a limit) when NCCL is to meet."""
-    os.environ.update(RANK=str(world.rank), WORLD_SIZE="2", LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE="2")
+def shares(monkeypatch, script, *machines):
+    """The devices of each rank, whose machines have for each process the uuids that it sees."""
+    store = dist.HashStore()
+    seen = [uuids for machine in machines for uuids in machine]
+    places = [(rank, len(machine)) for machine in machines for rank in range(len(machine))]
+
+    def share(rank):
+        local_rank, local_size = places[rank]
+        place = here()._replace(rank=rank, size=len(seen), local_rank=local_rank, local_size=local_size)
+        names = GPUS[: len(seen[rank])]
+        local.uuids = dict(zip(names, seen[rank], strict=True))
+        found = own_share(names, Options(script=script), place, store if len(seen) > 1 else None)
+        return "".join(local.uuids[gpu] for gpu in found)
+
+    local = threading.local()
+    monkeypatch.setattr(worlds, "uuid_of", lambda gpu: local.uuids[gpu])
+    with ThreadPoolExecutor(len(seen)) as pool:
+        return [*pool.map(share, range(len(seen)))]
+
+
+@pytest.mark.parametrize(
+    "script, machines, wanted",
+    [
+        ("ddp", [["abcd"]], ["a"]),
+        ("dp", [["abcd"]], ["abcd"]),
+        ("mp", [["abcd"]], ["abcd"]),
+        ("ddp", [["abcd"] * 3], ["a", "b", "c"]),
+        ("mp", [["abcd"] * 2], ["ab", "cd"]),
+        ("mp", [["abc"] * 2], ["a", "b"]),
+        ("mp", [["ab"], ["cd"]], ["ab", "cd"]),  # a process on each of two machines
+        ("mp", [["ab", "cd"]], ["ab", "cd"]),  # Slurm's --gpus-per-task=2
+        ("ddp", [["ab", "cd"]], ["a", "c"]),
+        ("mp", [["a", "b", "c"]], ["a", "b", "c"]),  # --gpus-per-task=1
+        ("ddp", [["a", "b"], ["c", "d"]], ["a", "b", "c", "d"]),
+    ],
+)
+def test_each_process_takes_an_equal_part_of_the_gpus_that_it_shares_with_others(
+    monkeypatch, script, machines, wanted
+):
+    assert shares(monkeypatch, script, *machines) == wanted
+
+
+@pytest.mark.parametrize("script", ["ddp", "mp"])
+def test_more_processes_than_gpus_are_refused(monkeypatch, script):
+    with refusal("3 processes on this machine but 2 GPUs are visible"):
+        shares(monkeypatch, script, ["ab"] * 3)
+
+
+def join_on_gpus(world, seen, machines=1, script="ddp"):
+    """(what `join` says when NCCL is to meet, torch's variables, a limit, the device to which NCCL is bound).
+
+    `seen` has the uuids of the GPUs that each rank sees.
+    """
+    local = (0, 1) if machines == 2 else (world.rank, 2)
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    os.environ.update(zip(names, map(str, (world.rank, 2, *local)), strict=True))
     os.environ["CUDA_VISIBLE_DEVICES"] = "some"
-    torch.cuda.device_count = lambda: len(uuids)
+    own = seen[world.rank]
+    torch.cuda.device_count = lambda: len(own)
     torch.cuda.set_device = lambda device: None
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
-    worlds.fresh_store = lambda *_: dist.PrefixStore(uuids, world.store)
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=own[device.index])
+    worlds.fresh_store = lambda *_: dist.PrefixStore("gpus", world.store)
     limits = []
+    bound = []
 
-    def meet(*_, **__):
+    def meet(*_, device_id, **__):
         faulthandler.cancel_dump_traceback_later()
+        bound.append(device_id)
         raise KeyboardInterrupt
 
     dist.init_process_group = meet
     faulthandler.dump_traceback_later = lambda seconds, **how: limits.append((seconds, how))
     with pytest.raises((KeyboardInterrupt, UserError)) as found:
-        join(Options())
-    return str(found.value), {name for name, value in os.environ.items() if value == "0"}, limits
+        join(Options(script=script))
+    return str(found.value), {name for name, value in os.environ.items() if value == "0"}, limits, bound
 
 
 def test_when_nccl_meets_torchs_watchdogs_end_no_process_and_the_meeting_has_an_end():
-    for _, off, limits in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
+    for _, off, limits, _ in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
         assert off >= {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING",
             "TORCH_NCCL_RETHROW_CUDA_ERRORS",
@@ -137,13 +189,28 @@ def test_when_nccl_meets_torchs_watchdogs_end_no_process_and_the_meeting_has_an_
         assert limits == [(5 * worlds.MEETING.total_seconds(), {"exit": True, "file": 2})]
 
 
-@pytest.mark.parametrize("uuids, allowed, refused", [("a", "", 1), ("a", "1", 0), ("ab", "", 0)])
-def test_two_processes_with_one_gpu_are_refused(monkeypatch, uuids, allowed, refused):
-    """CUDA_VISIBLE_DEVICES=0: each takes it for its own. NCCL would fail, or train at half the speed."""
+def test_nccl_is_bound_to_the_one_gpu_of_a_process_and_to_none_of_several():
+    """It would refuse a collective on the others: "backend constrained to cuda:0"."""
+    for script, wanted in (("ddp", [[GPUS[0]], [GPUS[1]]]), ("mp", [[None], [None]])):
+        bound = fork_ranks(2, lambda world, script=script: join_on_gpus(world, ["abcd"] * 2, 1, script)[-1])
+        assert bound == wanted
+
+
+@pytest.mark.parametrize(
+    "seen, machines, allowed, refused",
+    [
+        ("aa", 1, "", "2 processes on this machine"),
+        ("aa", 2, "", "has this GPU"),
+        ("aa", 2, "1", ""),
+        ("ab", 1, "", ""),
+    ],
+)
+def test_two_processes_with_one_gpu_are_refused(monkeypatch, seen, machines, allowed, refused):
+    """Two that take themselves for alone on a machine, say. NCCL would fail, or train at half the speed."""
     if allowed:
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed)
-    words = [words for words, *_ in fork_ranks(2, lambda world: join_on_gpus(world, uuids)) if words]
-    assert len(words) == refused and all("has this GPU" in line for line in words)
+    words = [words for words, *_ in fork_ranks(2, lambda world: join_on_gpus(world, seen, machines)) if words]
+    assert bool(words) == bool(refused) and all(refused in line for line in words)
 
 
 def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_gloo(monkeypatch):

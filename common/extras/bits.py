@@ -27,18 +27,65 @@ that is -0.0 everywhere has no term: such a parameter gets no gradient, as in to
 import functools
 import itertools
 import math
+import os
 import threading
 from bisect import bisect
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from common.device import is_gpu, mark, wait_by_asking
+from common.data import Batch
+from common.device import is_gpu, mark, module_of, wait_by_asking
 from common.errors import UserError
+from common.options import Options, extra
 from common.sampler import hash_seed, share
-from common.world import buckets_of, fingerprint_of
+from common.training import Gradient, TrainState, placed
+from common.world import World, fingerprint_of
 
 ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
+FIRST_BUCKET_BYTES = 1 << 20  # of gradients that are sent together: small, to leave early; as in DDP
+BUCKET_BYTES = 25 << 20  # of the other buckets
+
+
+def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[..., "SliceGradient"]:
+    """What makes the gradient of (batch, state, world, split) with --virtual-ranks."""
+    slices = Slices(net, world, opts.virtual_ranks)
+    kind = extra("cross_check") if opts.cross_check and world.size > 1 else SliceGradient
+    return functools.partial(kind, slices)
+
+
+class SliceGradient(Gradient):
+    """A gradient whose pieces are slices. Each is computed as if it were alone, on whichever rank."""
+
+    def __init__(self, slices: "Slices", batch: Batch, state: TrainState, world: World, split: Any) -> None:
+        super().__init__(None, batch, state, world, split, numbers=slices.own)
+        self.slices = slices
+
+    def pieces(self) -> Iterator[Any]:
+        while self.parts:
+            samples = self._next()
+            self.state.statistics.reset()
+            self._seed()
+            # in memory of its own: the order of vector code may depend on the alignment
+            yield placed(samples, self.state.device, self.state.opts, own=True)
+            self.is_first = False
+
+    def _backward(self, loss: Tensor, totals: Tensor) -> None:
+        if self.is_first:
+            self.slices.begin(self.state, totals, self.counts_samples)
+        if self.ids:
+            size = self.batch.size
+            tail = self.slices.measured(self.number, len(self.ids) / size, totals)
+            self.slices.backward(self.number, tail, self.state.scaler.scale(loss / size))
+
+    def finish(self) -> Tensor:
+        """Averages over the ranks; returns the totals of all on rank 0, as callers add those of the ranks."""
+        totals = self.slices.finish()
+        self._end_mean(totals[1], lambda total: total)
+        return totals if self.world.rank == 0 else torch.zeros_like(totals)
 
 
 class Slices:
@@ -55,7 +102,6 @@ class Slices:
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
         self.buckets = []
         self.turn = threading.Lock()
-        self.seen = 0  # the bits of the slice that all ranks compute (--cross-check)
         for p in self.params:
             p.register_post_accumulate_grad_hook(self._ready)
 
@@ -79,20 +125,10 @@ class Slices:
         moves = self.statistics.moves(weight, v == self.count - 1, self.kind)
         return torch.cat([moves.to(totals.device), totals.to(self.kind)])
 
-    def backward(self, v, tail, output, checked=None):
+    def backward(self, v, tail, output):
         """The backward of slice v; slices that are left out have no samples."""
         self._skip_to(v)
         self._sum(tail, output)
-        if v == checked:
-            self.seen = fingerprint_of(map(gradient_of, self.tensors))
-
-    def bits_of(self, output, tail):
-        """The bits of a slice's gradient, which is not added."""
-        gradients = [torch.full_like(tensor, -0.0) for tensor in self.params]
-        for i, gradient in enumerate(torch.autograd.grad(output, self.params, allow_unused=True)):
-            if gradient is not None:
-                gradients[i] = gradient
-        return fingerprint_of([*gradients, tail])
 
     def _skip_to(self, v):
         """Slices without samples, up to v, have their places in the sum."""
@@ -232,6 +268,22 @@ class Bucket:
             wait_by_asking(mark(self.flat.device))
 
 
+def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
+    runs: list[list[Tensor]] = []
+    size = 0
+    kind = None
+    for tensor in tensors:
+        limit = BUCKET_BYTES if len(runs) > 1 else FIRST_BUCKET_BYTES
+        if kind != (tensor.dtype, tensor.device) or size >= limit:
+            runs.append([])
+            kind = tensor.dtype, tensor.device
+            size = 0
+        runs[-1].append(tensor)
+        size += tensor.nbytes
+    return runs
+
+
 def is_missing(total, first):
     """Whether a sum, whose first number is `first`, is -0.0 everywhere."""
     if first or math.copysign(1.0, first.real) > 0:
@@ -252,14 +304,6 @@ def carries(v, start):
     while (v + 1) % (2 << count) == 0 and v + 1 - (2 << count) >= start:
         count += 1
     return count
-
-
-def checked(opts, step, world):
-    """The slice that all ranks compute after `step` steps (--cross-check), or None."""
-    if world == 1 or not opts.cross_check or (step + 1) % opts.cross_check:
-        return None
-    rank = hash_seed("rank", opts.seed, step) % world
-    return share(opts.virtual_ranks, rank, world).start  # its gradient is not added to another's at once
 
 
 @functools.cache
@@ -288,3 +332,24 @@ def tree_of(slices, ranks):
 
     row_of(0, 1 << slices.bit_length())
     return rows_of, order
+
+
+# ---- what decides the bits besides the options: set, recorded, compared at every start ------------------
+def pin() -> None:
+    """Has torch compute alike each time; cuBLAS does so only with a fixed workspace."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it is overwritten anyway
+
+
+def facts(device: torch.device) -> dict[str, str | int]:
+    """{what it is: value} for options.json."""
+    processor = torch.backends.cpu.get_cpu_capability()
+    if is_gpu(device):
+        processor = f"{module_of(device).get_device_name(device)} cudnn {torch.backends.cudnn.version()}"
+    return {
+        "CPU threads per process": torch.get_num_threads(),
+        "kind of device": device.type,
+        "build of torch": f"{torch.__version__} {hash_seed(torch.__config__.show()):08x}",
+        "CPU or GPU": processor,
+    }

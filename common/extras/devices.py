@@ -1,0 +1,67 @@
+"""A batch over several devices of one process (nn.DataParallel): scatter, replicate, gather."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from common.data import leaves, map_tensors
+from common.device import devices_of, is_gpu
+from common.errors import UserError
+from common.options import Options
+from common.training import autocast, on_device
+from common.world import World
+
+
+def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
+    """Puts the net on all devices of this process, in each forward anew: they share the batch."""
+    if len(world.devices) == 1 or len(devices_of(net)) > 1:
+        return on_device(net, opts, world)
+    if opts.compile:
+        raise UserError(
+            "--compile: train_dp.py copies the net to its devices in each forward, which breaks "
+            "compiled code\nleave it out, or use train_ddp.py, or one device"
+        )
+    if len({device.type for device in world.devices}) > 1:
+        raise UserError(
+            f"--devices {','.join(map(str, world.devices))}: nn.DataParallel drives devices of one kind\n"
+            "name CPUs or GPUs alone"
+        )
+    replica = Replica(net.to(world.device), partial(autocast, opts, world.device))
+    if is_gpu(world.device):
+        return DataParallel(replica, device_ids=[d.index for d in world.devices])
+    return CpuReplicas(replica, len(world.devices))
+
+
+class Replica(nn.Module):
+    """The net in one of nn.DataParallel's threads, which cast to another type than --amp."""
+
+    def __init__(self, net, casting):
+        super().__init__()
+        self.net = net
+        self.casting = casting
+
+    def forward(self, *args, **kwargs):
+        with self.casting():
+            return self.net(*args, **kwargs)
+
+
+class CpuReplicas(nn.Module):
+    """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices": the path without a GPU."""
+
+    def __init__(self, net, count):
+        super().__init__()
+        self.module = net
+        self.count = count
+
+    def forward(self, *args, **kwargs):
+        count = len(leaves((args, kwargs))[0].chunk(self.count))  # as on GPUs, it may be less
+        outputs = []
+        for i in range(count):
+            share, named = map_tensors(lambda x, i=i: x.chunk(self.count)[i], (args, kwargs))
+            # As on GPUs, the first replica is the net itself, and buffers of the others are lost.
+            copies = {name: b.clone() for name, b in self.module.named_buffers()} if i else {}
+            outputs.append(torch.func.functional_call(self.module, copies, share, named))
+        pieces = zip(*map(leaves, outputs), strict=True)
+        return map_tensors(lambda _: torch.cat(next(pieces)), outputs[0])
