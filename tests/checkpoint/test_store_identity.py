@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from itertools import combinations, permutations
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from common.checkpoint import reader, writer
 from common.checkpoint.__main__ import main
 from common.checkpoint.disk import sealed
 from common.world import fingerprint_of
+from common.world.world import BLOCK_WORDS
 
 
 def test_a_folder_in_which_nothing_was_saved_is_bound_to_nothing(tmp_path):
@@ -147,6 +149,34 @@ def test_every_flipped_bit_and_every_swap_between_tensors_changes_the_sum():
             assert fingerprint_of((tensors | {name: changed}).values()) != whole, (name, bit)
     assert fingerprint_of((tensors | {"a": tensors["b"], "b": tensors["a"]}).values()) != whole
     assert torch.tensor([whole]).item() == whole
+
+
+def test_every_exchange_of_two_words_and_every_two_flipped_bits_change_the_sum():
+    words = torch.arange(24)  # as a permutation in a buffer
+    whole = fingerprint_of([words])
+    for i, j in combinations(range(24), 2):
+        exchanged = words.clone()
+        exchanged[[i, j]] = words[[j, i]]
+        assert fingerprint_of([exchanged]) != whole, (i, j)
+    for kind, count in ((torch.float32, 3), (torch.float64, 2), (torch.int64, 2)):
+        bits = torch.ones(count, dtype=kind).view(torch.uint8)
+        whole = fingerprint_of([bits])
+        for i, j in combinations(range(8 * len(bits)), 2):
+            changed = bits.clone()
+            changed[i // 8] ^= 1 << i % 8
+            changed[j // 8] ^= 1 << j % 8
+            assert fingerprint_of([changed]) != whole, (kind, i, j)
+
+
+def test_the_sum_sees_rows_in_another_order_and_signs_also_of_a_tensor_of_several_blocks():
+    rows = torch.randn(3, BLOCK_WORDS)  # 8-byte words: one block and a half
+    signs = torch.ones(2 * BLOCK_WORDS, dtype=torch.float64)
+    whole = {fingerprint_of([rows[list(order)]]) for order in permutations(range(3))}
+    assert len(whole) == 6
+    for i, j in ((0, 1), (BLOCK_WORDS - 1, BLOCK_WORDS), (5, BLOCK_WORDS + 5)):
+        flipped = signs.clone()
+        flipped[[i, j]] = -1.0
+        assert fingerprint_of([flipped]) != fingerprint_of([signs]), (i, j)
 
 
 def test_the_sum_does_not_depend_on_where_or_how_a_tensor_lies():
