@@ -237,14 +237,6 @@ class Run:
         deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
         deaths += [f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")]
         self.log.start([*lines, line], deaths)
-        if not (self.source or "").startswith("checkpoints/"):
-            lives = newest_lives(opts.run_dir)
-            saved = [event["step"] for life in lives for event in named(life, "save", "rescue")]
-            if saved:  # a disk is not mounted, say
-                self.log.note(
-                    f"{opts.run_dir}: step {max(saved)} was saved, but no checkpoint is left; "
-                    "training begins again"
-                )
 
     def _header(self):
         """What is trained, by whom, on what, in which batches."""

@@ -49,7 +49,8 @@ class Layout:
 
     def buffers(self, path: str) -> dict:
         """{name: a context with the buffer of that tensor}."""
-        return {name: partial(_buffer, tensor.detach()) for name, tensor in self.tensors[kind_of(path)].items()}
+        own = self.tensors[kind_of(path)]
+        return {name: partial(_buffer, tensor.detach()) for name, tensor in own.items()}
 
 
 def specs_of_all(tensors):

@@ -1,7 +1,9 @@
 """What is written of a run, as lines of JSON. A full disk costs lines, never a step. No torch here."""
 
+import errno
 import json
 import os
+import stat
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,17 @@ from common.place import began
 ENTRY_SECONDS = 60.0  # at most between two entries of a clock, or
 ENTRY_SHARE = 0.01  # of the age of the life: a kill loses no more
 BLOCK_BYTES = 1 << 16  # read at once
+KINDS = {  # of fields: a line that has another kind there is not ours, and is left out like a torn one
+    "t": (int, float),
+    "life": str,
+    "world": int,
+    "step": int,
+    "rank": int,
+    "best": dict,
+    "stepped": (int, float),
+    "why": str,
+    "ids": list,
+}
 
 
 Record = dict[str, Any]  # a line of JSON
@@ -45,7 +58,8 @@ class Lines:
 
     def open(self):
         """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.path.parent.parent, self.path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.fd = os.open(self.path, flags, 0o600)
         size = os.fstat(self.fd).st_size
@@ -70,8 +84,12 @@ class Lines:
 
 
 def at_once(path, flags):
-    """Opens a file for `open`; a pipe that has its name keeps no reader waiting."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    """Opens a file for `open`; a pipe that has its name keeps no reader waiting, a device is no file."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise FileNotFoundError(errno.ENOENT, "no regular file", path)
 
 
 def read(path, name="event"):
@@ -81,11 +99,14 @@ def read(path, name="event"):
 
 
 def parse(line, name="event"):
-    """The object in a line; None if the line is torn, or the object lacks this name."""
+    """The object in a line; None if the line is torn or odd, or the object lacks this name."""
     record = None
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         record = json.loads(line)
-    return record if isinstance(record, dict) and name in record else None
+    if not isinstance(record, dict) or name not in record:
+        return None
+    right = all(isinstance(record[field], KINDS[field]) for field in KINDS.keys() & record.keys())
+    return record if right else None
 
 
 def lines_back(path):
@@ -130,7 +151,7 @@ class Audit:
 
     def __init__(self, run_dir: Path, life: str, rank: int, on: bool = True) -> None:
         self.on = on
-        self.lines = Lines(run_dir / "audit" / f"life-{life}-rank{rank}.jsonl")
+        self.lines = Lines(run_dir / "audit" / life / f"rank{rank}.jsonl")
 
     def begin(self, step: int, ids: list[int]) -> None:
         if self.on:

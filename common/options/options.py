@@ -5,7 +5,6 @@ change a `free` one. The store writes the fields into options.json; the next sta
 """
 
 import dataclasses
-import hashlib
 import inspect
 import json
 import math
@@ -18,6 +17,7 @@ from typing import Any
 from common.errors import UserError, blamed, did_you_mean
 from common.options.registry import DATASETS, FUSED, RATE, RATES, flags_of_dataset, kind_of
 from common.options.rules import flag_of, keywords
+from common.options.sealed import Facts, unsealed
 from common.place import here
 
 Values = dict[str, Any]  # of fields, by name
@@ -283,15 +283,18 @@ def with_folder(value: Any) -> Any:
 FLAGS = {flag_of(field.name): field for field in dataclasses.fields(Options)[1:]}
 
 
-def read_options(run_dir: Path | str) -> Values:
-    """The options of a run's newest life, from its options.json; UserError if that is damaged."""
+def read_run(run_dir: Path | str) -> Facts:
+    """What a run's options.json holds; UserError if that is damaged."""
     path = Path(run_dir, "options.json")
     with blamed(str(run_dir), "name the folder of a run"):
         if not path.is_file():
             raise FileNotFoundError(path)
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        seal = facts.pop("seal", "")
-        text = f"{json.dumps(facts, indent=1, sort_keys=True)}\n"
-        if hashlib.sha256(text.encode()).hexdigest() != seal:
-            raise ValueError("options.json is damaged")
-        return facts["options"]
+        try:
+            return unsealed(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"options.json is damaged: {error}") from error
+
+
+def read_options(run_dir: Path | str) -> Values:
+    """The options of a run's newest life, from its options.json."""
+    return read_run(run_dir)["options"]

@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean, end, ready_streams, say
-from common.options.options import FLAGS, Options, Values, read_options
+from common.options.options import FLAGS, OF_A_MACHINE, Options, Values, read_options, read_run
 from common.options.rules import check_clashes, check_files, check_names, check_together, check_world, flag_of
+from common.options.sealed import is_marked
 from common.options.user import refuse_foreign_code
 from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits
 
@@ -184,6 +185,8 @@ def _inherited(given, script):
         )
     source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
     taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"]} - NOT_INHERITED
+    if not is_marked(read_run(source)):
+        taken -= OF_A_MACHINE  # a stranger's run asks for no downloads here
     flags = {}
     for name, value in read_options(source).items():
         if name in taken - given.keys():

@@ -8,15 +8,20 @@ import ast
 import functools
 import importlib
 import inspect
+import linecache
 import os
 import sys
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.errors import UserError, blamed
+from common.errors import UserError, blamed, is_foreign
+from common.options.options import Options, read_run
+from common.options.registry import NAMES
 from common.options.rules import flag_of
+from common.options.sealed import is_marked, sha
 
 
 def find_function(place: str, *default: None) -> Any:
@@ -52,6 +57,7 @@ def load_file(path):
     name = f"user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
+    linecache.getlines(str(path))  # for `code_of`
     # its source: a cached .pyc may be that of a text of the same second and size
     try:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
@@ -87,13 +93,47 @@ def imports_of(path):
             yield node.module.partition(".")[0]
 
 
+def code_of(opts: Options) -> dict[str, str]:
+    """{"code of FILE": hash} of the script, the files that flags name, and what these import beside them.
+
+    Of the text as this process has read it first: a fork server may have done so before an edit.
+    """
+    values = [str(getattr(opts, name)) for name in NAMES]
+    named = [value.rpartition(":")[0] for value in values if ".py:" in value]
+    code = {}
+    for path in map(Path, (sys.argv[0], *named)):
+        for file in files_of(path.resolve()) if path.is_file() else ():
+            text = "".join(linecache.getlines(str(file)))
+            name = f"code of {file.name}"
+            code[name] = sha((code.get(name, "") + text).encode())[:12]
+    return code
+
+
+def files_of(path):
+    """A user's file and those that it imports from its folder, of a package all."""
+    found = [path]
+    for file in found:  # it grows
+        with suppress(SyntaxError, ValueError):  # a package may have more than Python imports
+            for name in sorted({*imports_of(file)}):
+                module = path.parent / f"{name}.py"
+                more = [module] if module.is_file() else sorted(Path(path.parent, name).rglob("*.py"))
+                found += [own for own in more if own not in found and not is_foreign(own)]
+    return found
+
+
 def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:
-    """UserError if these flags of a run name a file in its folder, or of another user than us and root."""
+    """UserError if these flags of a run name a file, unless this user has begun the run with it.
+
+    Even then one in its folder, or of another user than us and root, may be a stranger's.
+    """
+    is_ours = is_marked(read_run(run_dir))
     for name, value in flags.items():
         path = Path(str(value).rpartition(":")[0]).resolve()
         inside = path.is_relative_to(Path(run_dir).resolve())
-        if path.is_file() and (inside or path.stat().st_uid not in (0, os.getuid())):
+        is_own = is_ours and not inside and path.is_file() and path.stat().st_uid in (0, os.getuid())
+        if path.is_file() and not is_own:
             raise UserError(
-                f"{run_dir} would run {value}: a file in that folder, or of another user\n"
+                f"{run_dir} would run {value}: a file in that folder, of another user, or of a run that you "
+                "have not begun\n"
                 f"read it; if you trust it, name it yourself: {flag_of(name)} {value}"
             )

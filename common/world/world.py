@@ -127,7 +127,7 @@ def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
 
 
 def fingerprint_of(tensors: Iterable[Tensor]) -> int:
-    """A cheap number that depends on every bit of some tensors, and on its place; the same on every device."""
+    """A cheap number that depends on each bit of some tensors and on its place; equal on every device."""
     sums = [0]
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -17,10 +17,10 @@ import torch
 from stores import SAMPLED, a_life, damaged, flips, images_for, load, load_into, options, two_checkpoints
 
 from common.checkpoint import disk
-from common.checkpoint.disk import sealed, sha, to_json
 from common.checkpoint.folder import committed
-from common.checkpoint.reader import describe, digest_of, read_manifest
+from common.checkpoint.reader import FACTS, describe, digest_of, read_manifest
 from common.errors import UserError
+from common.options.sealed import sealed, sha, to_json
 from common.run import complete
 
 CANARY = "canary"
@@ -203,6 +203,10 @@ def lacking(name):
     return lambda old: to_json({key: value for key, value in old.items() if key != name})
 
 
+def worded(name):
+    return lambda old: to_json(old | {name: "x"})
+
+
 HARMFUL_FACTS = {
     "a pickle": lambda old: pickle.dumps(Bomb()),
     "nothing in it": lambda old: to_json({}),
@@ -211,7 +215,9 @@ HARMFUL_FACTS = {
     "larger than any of ours": lambda old: b" " * (1 << 22),
     "a best evaluation of no step": lambda old: to_json(old | {"best": {}}),
     "counters that are none": lambda old: to_json(old | {"best": 7}),
-} | {f"without {name}": lacking(name) for name in ("epoch", "order", "evaluated", "scaler", "tied")}
+}
+HARMFUL_FACTS |= {f"without {name}": lacking(name) for name in FACTS}
+HARMFUL_FACTS |= {f"a {name} that is a word": worded(name) for name in FACTS}
 
 
 @pytest.mark.parametrize("kind", HARMFUL_FACTS)

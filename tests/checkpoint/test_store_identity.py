@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from stores import a_life, is_at, options, refused, resumes_at, save, two_checkp
 
 from common.checkpoint import reader, writer
 from common.checkpoint.__main__ import main
-from common.checkpoint.disk import sealed
+from common.options.sealed import sealed
 from common.world import fingerprint_of
 from common.world.world import BLOCK_WORDS
 
@@ -69,7 +70,7 @@ def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(
     assert resumes_at(options(tmp_path / "other", resume=f"{root}/step-00000001"), 1)
 
 
-@pytest.mark.parametrize("number", [1, 5, 7])
+@pytest.mark.parametrize("number", [1, 5, 6, 8])
 def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is_touched(tmp_path, number):
     """Formats 1 and 2 were written by earlier versions; 1 is what the first one with a README has left."""
     run = tmp_path / "run"
@@ -77,7 +78,9 @@ def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is
     for path in run.glob("checkpoints/*/manifest.json"):
         manifest = json.loads(path.read_text())
         del manifest["seal"]
-        path.write_bytes(sealed(manifest | {"format": number}))
+        manifest["format"] = number
+        # up to 6 each value had a line
+        path.write_bytes(sealed(manifest) if number > 7 else json.dumps(manifest, indent=1).encode())
 
     def files():
         return {
@@ -85,27 +88,32 @@ def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is
         }
 
     before = files()
-    text = refused(options(tmp_path), f"step-00000003 has format {number}, this code reads 6")
+    text = refused(options(tmp_path), f"step-00000003 has format {number}, this code reads 7")
     assert "another --run-dir" in text
     refused(options(tmp_path / "new", resume=str(run)), f"step-00000003 has format {number}")
     assert main([str(run), "--digest"]) == 2
     assert files() == before
 
 
-def test_a_torn_or_lost_options_json_never_passes_for_another_run(tmp_path):
-    opts, _ = two_checkpoints(tmp_path)
+def test_a_torn_or_lost_options_json_is_made_again_and_never_passes_for_another_run(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
     path = opts.run_dir / "options.json"
     data = path.read_bytes()
     for bit in range(0, len(data) * 8, 331):
         path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])
-        refused(opts, "options.json")
+        refused(replace(opts, seed=1), "could be another run")
     path.write_bytes(data[:50])
-    refused(opts, "could be another run")
+    refused(opts, "data's fingerprint was ffffffffffff, now eeee", fingerprint="e" * 64)
+    for damage in (lambda: path.write_bytes(data[:50]), path.unlink):
+        damage()
+        with a_life(opts, said=(said := [])) as life:
+            assert is_at(life.state, 2)
+        assert path.read_bytes() == data
+        assert "made again from the newest checkpoint" in "".join(said), said
     path.unlink()
+    for manifest in root.glob("*/manifest.json"):
+        manifest.unlink()
     refused(opts, "No such file or directory; without it this could be another run")
-    path.write_bytes(data)
-    assert resumes_at(opts, 2)
-    assert path.read_bytes() == data
 
 
 def test_the_way_to_a_users_file_does_not_count(tmp_path, monkeypatch):

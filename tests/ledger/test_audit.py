@@ -78,7 +78,7 @@ def test_lost_and_redone_steps_are_counted_and_what_was_not_noted_is_unproven(tm
 
 def doctor(run, life, rank, step, event, change):
     """Rewrite one audit file: `change` gets the ids of such a note and returns lists of ids in its place."""
-    path = run / "audit" / f"life-{life}-rank{rank}.jsonl"
+    path = run / "audit" / life / f"rank{rank}.jsonl"
     lines = []
     for note in map(json.loads, path.read_text().splitlines()):
         if note["event"] == event and note["step"] == step:
@@ -117,10 +117,10 @@ def test_a_doctored_note_is_found(run, life, rank, step, event, change, expected
 
 
 def test_torn_lines_copies_and_missing_files_of_a_rank_are_no_missed_samples(run):
-    path = run / "audit" / "life-cc-rank0.jsonl"
+    path = run / "audit/cc/rank0.jsonl"
     with path.open("a") as file:
         file.write('{"event": "begin", "step": 21, "ids": [1, 2')  # died while it began a step
-    path.with_name("life-cc-rank0 (copy).jsonl").write_text(path.read_text())
+    path.with_name("rank0 (copy).jsonl").write_text(path.read_text())
     assert audit(run) == CLEAN
     Ledger(run).event("save", step=20)
     path.unlink()
@@ -129,9 +129,10 @@ def test_torn_lines_copies_and_missing_files_of_a_rank_are_no_missed_samples(run
 
 def test_nodes_with_folders_of_their_own_are_audited_together(run, tmp_path):
     other = tmp_path / "node1"
-    (other / "audit").mkdir(parents=True)
-    for path in (run / "audit").glob("*-rank1.jsonl"):
-        path.rename(other / "audit" / path.name)
+    for path in (run / "audit").glob("*/rank1.jsonl"):
+        there = other / path.relative_to(run)
+        there.parent.mkdir(parents=True)
+        path.rename(there)
     assert set(audit(run)) == {*CLEAN, "unproven"} and main([str(run), "--audit"]) == 1
     assert audit(run, other) == CLEAN
     assert main([str(run), str(other), str(run), "--audit"]) == 0, "a folder counts once"

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from jobs import PACED, ran
 
-from common.checkpoint.disk import sealed
 from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives, summarize
 from common.ledger.__main__ import main
 from common.ledger.ledger import lines_back, read
 from common.options import Options
+from common.options.sealed import sealed
 
 HOUSE = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from jobs import ROOT, events
 
-from common.checkpoint.disk import sealed, sha, to_json
+from common.options.sealed import sealed, sha, to_json
 from common.replay import main
 
 OWN = """

@@ -21,11 +21,11 @@ from samples import Facts, share_of, state_of
 import common.run as house
 import train_ddp
 import train_mp
-from common.checkpoint.disk import sealed
 from common.errors import guarded
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
+from common.options.sealed import sealed
 from common.training import backward, distribute
 from common.world import world as pinned
 
