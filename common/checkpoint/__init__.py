@@ -2,7 +2,7 @@
 
 from common.checkpoint.disk import Damaged
 from common.checkpoint.fence import Fence, Still
-from common.checkpoint.folder import checkpoints, free_number, newest_first
+from common.checkpoint.folder import checkpoints, newest_first
 from common.checkpoint.layout import Layout, facts_of
 from common.checkpoint.reader import Reader, best_of, describe, read_facts, weights_of
 from common.checkpoint.tensors import Image

@@ -7,15 +7,17 @@ import os
 import shutil
 import stat
 import time
+import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.options import unsealed
+from common.sealed import unsealed
 
 MOST_BYTES = 1 << 28  # of a file that is read at once: a longer one is not ours, and is not read
 # errors that prove that no file of ours has this name; any other (no memory, no server) proves nothing
 WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 RETRY_SECONDS = (0.1, 0.4, 1.0, 2.5)  # between the tries of a read that fails
+NEW_FILE = ".new-"  # begin of the name of a file that is not whole yet
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follows no link, waits for no pipe
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # writes into no old file, no link
 
@@ -121,6 +123,14 @@ def write_at(fd, data, at):
         count = os.pwrite(fd, data, at)
         data = data[count:]
         at += count
+
+
+def put(path, data):
+    """A small file, whole or not at all, by way of its own folder: checkpoints/ may be on another disk."""
+    aside = path.with_name(f"{NEW_FILE}{uuid.uuid4().hex}")
+    with new_file(aside) as fd:
+        write_at(fd, data, 0)
+    os.rename(aside, path)
 
 
 def sync_folder(path):

@@ -17,14 +17,23 @@ import atexit
 import json
 import math
 import os
-import shutil
 import threading
 import time
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.checkpoint.disk import NEW, Damaged, delete, make_folder, opened, parse_json, read_small
+from common.checkpoint.disk import (
+    NEW,
+    NEW_FILE,
+    Damaged,
+    delete,
+    make_folder,
+    opened,
+    parse_json,
+    put,
+    read_small,
+)
 from common.errors import UserError, say
 from common.place import has_ended, this_process
 
@@ -42,7 +51,6 @@ RECORD_BYTES = 1024  # more than a record of a holder needs
 RESCUE = "rescue.lock"  # end of a file's name in a staging folder: a survivor is saving
 WAITING = "waiting."  # begin of a file's name there: a survivor waits for that one
 MOST_WAITING = 4  # with one state
-NEW_FILE = ".new-"  # begin of the name of a file that is not whole yet
 NODE = "node."  # file in a staging folder: a rank of another node lives
 
 
@@ -310,12 +318,8 @@ def make_anew(path, may_log=False):
     """The same bytes in another file, if an earlier life may still append to it, or a copy shares it."""
     with suppress(OSError):  # there is none
         if may_log or os.stat(path).st_nlink > 1:  # `cp -al`
-            aside = path.with_name(f"{NEW_FILE}{uuid.uuid4().hex}")
-            shutil.copyfile(path, aside, follow_symlinks=False)
-            with opened(aside) as fd:
-                os.fsync(fd)
-            os.chmod(aside, 0o600)
-            os.rename(aside, path)
+            with opened(path) as fd:  # no link
+                put(path, os.pread(fd, os.fstat(fd).st_size, 0))
 
 
 def move_away(path):

@@ -26,7 +26,7 @@ from common.checkpoint.disk import Damaged, as_written, opened, parse_json, pati
 from common.checkpoint.folder import FILES, MANIFEST, STATE, checkpoints, kind_of
 from common.checkpoint.layout import Layout
 from common.errors import UserError
-from common.options import sha, to_json
+from common.sealed import sha, to_json
 
 FORMAT = 7
 FACTS = {  # a start reads them all
@@ -69,9 +69,9 @@ def _check_tables(files, run, state, **_):
     if files.keys() != {*FILES.values()}:
         raise Damaged(f"{MANIFEST} lists {str([*files])[:80]}")
     for table in files.values():
-        for name, (dtype, shape, _) in table.items():
+        for name, (dtype, shape, digest) in table.items():
             tensors.size_of(dtype, shape)
-            if not all(type(count) is int and count >= 0 for count in shape):
+            if not isinstance(digest, str) or not all(type(count) is int and count >= 0 for count in shape):
                 raise Damaged(f"{MANIFEST}: {name[:80]} is {dtype}{shape}")
 
 

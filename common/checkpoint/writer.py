@@ -27,14 +27,13 @@ from common.checkpoint.disk import (
     Damaged,
     delete,
     forget,
-    new_file,
+    put,
     read_sealed,
     refuse_long,
     sync_folder,
     sync_lines,
-    write_at,
 )
-from common.checkpoint.fence import NEW_FILE, RESCUE, Fence, Fenced, rescuing
+from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
 from common.checkpoint.folder import (
     ASIDE,
     FILES,
@@ -47,7 +46,7 @@ from common.checkpoint.folder import (
 )
 from common.checkpoint.layout import Layout, Named
 from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
-from common.options import sealed, sha, to_json
+from common.sealed import sealed, sha, to_json
 
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
@@ -232,15 +231,9 @@ class Writer:
         return read_sealed(path)
 
     def _put(self, path, data):
-        """Damaged if no start would read it. Two ranks may do it at once.
-
-        By way of its own folder: checkpoints/ may be a link to another disk.
-        """
+        """Damaged if no start would read it. Two ranks may do it at once."""
         refuse_long(path, len(data))
-        aside = path.with_name(f"{NEW_FILE}{uuid.uuid4().hex}")
-        with new_file(aside) as fd:
-            write_at(fd, data, 0)
-        os.rename(aside, path)
+        put(path, data)
 
     # ---- what goes -------------------------------------------------------------------------------------
     def put_aside(self, folder: Path) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 from common.errors import UserError, blamed, did_you_mean
 from common.options.registry import DATASETS, FUSED, RATE, RATES, flags_of_dataset, kind_of
 from common.options.rules import flag_of, keywords
-from common.options.sealed import Facts, unsealed
 from common.place import here
+from common.sealed import Facts, unsealed
 
 Values = dict[str, Any]  # of fields, by name
 OF_A_MACHINE = {  # may differ between the machines of one life

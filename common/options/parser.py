@@ -14,9 +14,9 @@ from pathlib import Path
 from common.errors import UserError, did_you_mean, end, ready_streams, say
 from common.options.options import FLAGS, OF_A_MACHINE, Options, Values, read_options, read_run
 from common.options.rules import check_clashes, check_files, check_names, check_together, check_world, flag_of
-from common.options.sealed import is_marked
 from common.options.user import refuse_foreign_code
 from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits
+from common.sealed import is_marked
 
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
 NUMBERS = {int: "a whole number", float: "a number"}

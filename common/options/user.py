@@ -21,7 +21,7 @@ from common.errors import UserError, blamed, is_foreign
 from common.options.options import Options, read_run
 from common.options.registry import NAMES
 from common.options.rules import flag_of
-from common.options.sealed import is_marked, sha
+from common.sealed import is_marked, sha
 
 
 def find_function(place: str, *default: None) -> Any:
@@ -57,68 +57,65 @@ def load_file(path):
     name = f"user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
-    linecache.getlines(str(path))  # for `code_of`
+    text_of(path)  # for `code_of`
     # its source: a cached .pyc may be that of a text of the same second and size
     try:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
     finally:  # an import that fails may be one of them
-        refuse_other_neighbours(path, set())
+        refuse_other_neighbours(path)
     return module
 
 
-def refuse_other_neighbours(path, seen):
-    """UserError if a module that a file imports lies beside it, and one from elsewhere was taken for it."""
-    seen.add(path)
-    for name in imports_of(path):
+def refuse_other_neighbours(path):
+    """UserError if a module that a file imports lies beside it, and another was taken for it."""
+    for own, importer in files_of(path).items():
+        name = own.parent.name if own.stem == "__init__" else own.stem
         taken = getattr(sys.modules.get(name), "__file__", None)
-        places = (path.parent / name / "__init__.py", path.parent / f"{name}.py")
-        own = next(filter(Path.is_file, places), None)
-        if not (taken and own) or name in sys.stdlib_module_names:
-            continue
-        if own.resolve() != Path(taken).resolve():
+        beside = own == path.parent / f"{name}.py" or own == path.parent / name / "__init__.py"
+        if own != path and beside and taken and own.resolve() != Path(taken).resolve():
             raise UserError(
-                f"{path} imports {name}, for which {taken} was taken\n"
+                f"{importer} imports {name}, for which {taken} was taken\n"
                 f"to have the one beside it, rename it, or use a Python that has imported no other {name}"
             )
-        if own not in seen:
-            refuse_other_neighbours(own, seen)
-
-
-def imports_of(path):
-    """The first words of what a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module.partition(".")[0]
-
-
-def code_of(opts: Options) -> dict[str, str]:
-    """{"code of FILE": hash} of the script, the files that flags name, and what these import beside them.
-
-    Of the text as this process has read it first: a fork server may have done so before an edit.
-    """
-    values = [str(getattr(opts, name)) for name in NAMES]
-    named = [value.rpartition(":")[0] for value in values if ".py:" in value]
-    code = {}
-    for path in map(Path, (sys.argv[0], *named)):
-        for file in files_of(path.resolve()) if path.is_file() else ():
-            text = "".join(linecache.getlines(str(file)))
-            name = f"code of {file.name}"
-            code[name] = sha((code.get(name, "") + text).encode())[:12]
-    return code
 
 
 def files_of(path):
-    """A user's file and those that it imports from its folder, of a package all."""
-    found = [path]
-    for file in found:  # it grows
-        with suppress(SyntaxError, ValueError):  # a package may have more than Python imports
-            for name in sorted({*imports_of(file)}):
-                module = path.parent / f"{name}.py"
-                more = [module] if module.is_file() else sorted(Path(path.parent, name).rglob("*.py"))
-                found += [own for own in more if own not in found and not is_foreign(own)]
+    """{file: the one that imports it} of a user's file and what it imports from its folder, packages whole."""
+    found = {path: path}
+    for importer in (todo := [path]):  # it grows
+        for name in sorted({*imports_of(importer)} - sys.stdlib_module_names):
+            module = path.parent / f"{name}.py"
+            for own in [module] if module.is_file() else sorted(Path(path.parent, name).rglob("*.py")):
+                if own not in found and not is_foreign(own):
+                    found[own] = importer
+                    todo.append(own)
     return found
+
+
+def imports_of(path):
+    """The first words of what a file imports, anywhere in it; nothing if Python cannot read it."""
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(text_of(path))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield node.module.partition(".")[0]
+
+
+def text_of(path):
+    """A file's text as this process, or the fork server above it, has read it first."""
+    return "".join(linecache.getlines(str(path)))
+
+
+def code_of(opts: Options) -> dict[str, str]:
+    """{"code of FILE": hash} of the script, the files that flags name, and what these import beside them."""
+    named = [str(getattr(opts, name)).rpartition(":")[0] for name in NAMES]
+    code = {}
+    for path in filter(Path.is_file, map(Path, (sys.argv[0], *named))):
+        for file in files_of(path.resolve()):
+            name = f"code of {file.name}"
+            code[name] = sha((code.get(name, "") + text_of(file)).encode())[:12]
+    return code
 
 
 def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:

@@ -13,10 +13,11 @@ from typing import NoReturn
 
 import torch
 
-from common.checkpoint import Damaged, Fence, Reader, Writer, checkpoints, free_number
+from common.checkpoint import Damaged, Fence, Reader, Writer, checkpoints
 from common.errors import UserError, may_pass, say
 from common.ledger import Ledger, named, newest_lives
-from common.options import Options, code_of, marked
+from common.options import Options, code_of
+from common.sealed import marked
 from common.store.identity import identify
 from common.store.load import lay_out, load
 from common.store.saver import Saver
@@ -111,7 +112,7 @@ class CheckpointStore:
         last = next(newest_lives(run_dir), [])
         saved = max((event["step"] for event in named(last, "life", "save", "rescue")), default=0)
         step = self.state.progress.step
-        if saved > step and not free_number(self.fence.root, saved):
+        if saved > step and not [*self.fence.root.glob(f"*step-{saved:08}*")]:  # put aside, perhaps
             say(
                 f"{run_dir}: step {saved} was saved, training goes on at step {step}: "
                 "is a disk missing, or an old backup here?"

@@ -25,7 +25,7 @@ from jobs import events
 from common.checkpoint.folder import FILES, checkpoints, folder_name
 from common.checkpoint.reader import read_facts
 from common.checkpoint.writer import facts_to_json
-from common.options.sealed import sealed, sha
+from common.sealed import sealed, sha
 
 RANKS = 8
 STEPS = 1000  # of a life

@@ -20,8 +20,8 @@ from common.checkpoint import disk
 from common.checkpoint.folder import committed
 from common.checkpoint.reader import FACTS, describe, digest_of, read_manifest
 from common.errors import UserError
-from common.options.sealed import sealed, sha, to_json
 from common.run import complete
+from common.sealed import sealed, sha, to_json
 
 CANARY = "canary"
 
@@ -165,9 +165,8 @@ HARMFUL_MANIFESTS = {
     "10**18 elements": row(1, [10**9, 10**9]),
     "negative sizes": row(1, [-2, -3]),
     "sizes that are no numbers": row(1, ["7"]),
-    "rows from elsewhere": row(2, 1),
-    "half a row": row(2, 0.5),
-    "a hash that is none": row(3, "../../etc/passwd"),
+    "a hash that is a number": row(2, 1),
+    "a hash that is none": row(2, "../../etc/passwd"),
 }
 
 
@@ -195,7 +194,7 @@ def test_the_digest_that_is_shown_is_that_of_the_tables_whatever_the_manifest_sa
 
 def test_types_and_shapes_make_another_digest_of_the_same_bytes():
     kinds = ("F32", [2, 8]), ("F32", [16]), ("I64", [8])
-    tables = [{"model.safetensors": {"w": [*kind, 0, "0" * 64]}} for kind in kinds]
+    tables = [{"model.safetensors": {"w": [*kind, "0" * 64]}} for kind in kinds]
     assert len({*map(digest_of, tables)}) == 3
 
 

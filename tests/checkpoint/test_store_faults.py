@@ -34,7 +34,7 @@ from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import checkpoints, committed
 from common.checkpoint.reader import describe, read_facts
 from common.errors import UserError
-from common.options.sealed import to_json
+from common.sealed import to_json
 from common.store.saver import MOST_FAILURES
 
 TRANSIENT = ("ENOMEM", "EIO", "ESTALE")

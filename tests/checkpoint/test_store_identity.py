@@ -13,7 +13,7 @@ from stores import a_life, is_at, options, refused, resumes_at, save, two_checkp
 
 from common.checkpoint import reader, writer
 from common.checkpoint.__main__ import main
-from common.options.sealed import sealed
+from common.sealed import sealed
 from common.world import fingerprint_of
 from common.world.world import BLOCK_WORDS
 

@@ -78,7 +78,7 @@ MUTANTS = {
         "pool.map(act, items)",
         BITS,
     ),
-    "the seal is ignored": ("checkpoint.disk:unseal", "sealed(value) != data", "False", BITS),
+    "the seal is ignored": ("sealed:unsealed", "text + _seal(text) != data", "False", BITS),
     "rows may be missing": ("checkpoint.layout:Layout.check", "spec != specs.get(name)", "False", ROWS),
     "what cannot be read is taken for damaged": (
         "checkpoint.disk:patient",

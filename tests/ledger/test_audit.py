@@ -3,10 +3,12 @@ fail.
 """
 
 import json
+import os
 
 import pytest
 from jobs import CLEAN
 
+from common.checkpoint.disk import sync_lines
 from common.ledger import Audit, Ledger, audit
 from common.ledger.__main__ import main
 from common.sampler import ElasticSampler
@@ -150,3 +152,29 @@ def test_what_cannot_be_audited_is_refused_in_words(tmp_path, capsys):
     is_refused()
     Audit(tmp_path, "aa", 0).begin(1, [1])  # no step was finished
     assert "train with --audit, or Elastic(audit=True)" in is_refused()
+
+
+@pytest.mark.parametrize(
+    "line", ['{"event": "begin", "ids": [1]}', '{"event": "begin", "step": 17}', "[" * 100_000]
+)
+def test_a_note_that_is_damaged_proves_nothing_and_ends_no_audit(run, line):
+    path = run / "audit/cc/rank0.jsonl"
+    text = path.read_text()
+    path.write_text(f"{line}\n{text}")
+    assert audit(run) == CLEAN
+    path.write_text(f"{line}\n")
+    Ledger(run).event("save", step=20)
+    assert audit(run).keys() == {*CLEAN, "unproven"}
+
+
+def test_a_save_looks_at_the_notes_of_its_own_life_alone(tmp_path, monkeypatch):
+    for life in ("aa", "bb", "cc"):
+        for rank in range(3):
+            Audit(tmp_path, life, rank).begin(1, [1])
+    looked = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *args: [looked.append(str(path)), real(path, *args)][1])
+    sync_lines(tmp_path, "bb")
+    assert sorted(path.removeprefix(f"{tmp_path}/audit/") for path in looked if "rank" in path) == [
+        f"bb/rank{rank}.jsonl" for rank in range(3)
+    ]

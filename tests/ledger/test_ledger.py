@@ -19,7 +19,7 @@ from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives, summ
 from common.ledger.__main__ import main
 from common.ledger.ledger import lines_back, read
 from common.options import Options
-from common.options.sealed import sealed
+from common.sealed import sealed
 
 HOUSE = Path(__file__).parents[2]
 

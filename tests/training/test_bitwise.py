@@ -25,7 +25,7 @@ from common.errors import guarded
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
-from common.options.sealed import sealed
+from common.sealed import sealed
 from common.training import backward, distribute
 from common.world import world as pinned
 

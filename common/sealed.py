@@ -4,7 +4,6 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,33 +41,24 @@ def _seal(text):
 
 def marked(value: Facts) -> Facts:
     """The object with a mark that only this user can make."""
-    return value | {"mark": _mark(value)}
+    return value | {"mark": hmac.new(own_key(), to_json(value), "sha256").hexdigest()}
 
 
 def is_marked(value: Facts) -> bool:
     """Whether this user has marked the object."""
     rest = {name: part for name, part in value.items() if name != "mark"}
-    mark = _mark(rest)
-    return mark != "" and mark == value.get("mark")
-
-
-def _mark(value):
-    key = own_key()
-    return hmac.new(key, to_json(value), "sha256").hexdigest() if key else ""
+    return own_key() != b"" and marked(rest) == value
 
 
 def own_key() -> bytes:
     """32 bytes that only this user can read, made where there are none; empty where none can be made."""
-    with suppress(OSError, RuntimeError):  # there is no home, or it cannot be written to
-        folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "train_ddp"
-        path = folder / "key"
-        if not path.exists():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            aside = folder / secrets.token_hex(8)
-            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(32))
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(aside, path)
+    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    path = Path(folder, "train_ddp/key")
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(fd, os.urandom(32))
+            os.close(fd)
         return path.read_bytes()
     return b""
