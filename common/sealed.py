@@ -12,7 +12,7 @@ Facts = dict[str, Any]  # ready for JSON
 SEAL_BYTES = 78  # of the seal at the end of a file
 
 
-def sha(data: bytes) -> str:
+def sha(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 

@@ -29,7 +29,7 @@ from common.errors import UserError
 from common.sealed import sha, to_json
 
 FORMAT = 7
-FACTS = {  # a start reads them all
+FACTS: dict[str, type | tuple[type, ...]] = {  # a start reads them all
     "step": int,
     "epoch": int,
     "position": int,

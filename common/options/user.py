@@ -80,7 +80,7 @@ def refuse_other_neighbours(path):
 
 
 def files_of(path):
-    """{file: the one that imports it} of a user's file and what it imports from its folder, packages whole."""
+    """{file: the one that imports it}: a user's file, what it imports from its folder, packages whole."""
     found = {path: path}
     for importer in (todo := [path]):  # it grows
         for name in sorted({*imports_of(importer)} - sys.stdlib_module_names):
