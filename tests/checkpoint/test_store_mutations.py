@@ -21,7 +21,7 @@ import common
 
 DEADLINE = 100
 HOUSE = Path(common.__file__).parent
-MODULES = ["world", "world.world", "checkpoint", "store", "rescue"] + [
+MODULES = ["sealed", "world", "world.world", "checkpoint", "store", "rescue"] + [
     f"{room}.{path.stem}" for room in ("checkpoint", "store") for path in (HOUSE / room).glob("[a-z]*.py")
 ]
 CRASH = "crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole"
