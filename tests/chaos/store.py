@@ -3,8 +3,8 @@ each errno; each file damaged in each way. Then a start without all that.
 
 What SQLite does for each release. A row is right if the second start ends the training with the weights and
 rows of an undisturbed one and a clean audit, and resumes no earlier than what was told as saved. A start that
-is struck or finds damage ends with a code of the project's, and in words. A failing disk may cost rows, with a
-warning.
+is struck or finds damage ends with a code of the project's, and in words. A failing disk may cost rows, with
+a warning.
 """
 
 import json
