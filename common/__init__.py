@@ -1,4 +1,4 @@
-"""The map of common/: folders are rooms; sampler, errors, place and device carry them.
+"""The map of common/: folders are rooms; sampler, errors, place, device and sealed carry them.
 
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do
 not know each other. extras/ stands beside them: an option or a command enters it, no room imports it
@@ -31,6 +31,7 @@ not know each other. extras/ stands beside them: an option or a command enters i
 
     place        which rank, under which agent, on which machine: the one reader of the launcher's environment
     device       a GPU in one place, and how one waits for it
+    sealed       JSON that shows whether a bit of it has changed, and whether this user wrote it
     torch_names  what is used of torch's inside, asked for at the start
 """
 

@@ -55,6 +55,7 @@ FOREIGN = (  # files and folders that are no user's
     *(Path(place) for place in sys.path if place.endswith("-packages")),  # site-packages, dist-packages
     *(OURS / name for name in ("common", "launch", "train_ddp.py", "train_dp.py", "train_mp.py")),
 )
+CONTROL = {n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160))}  # not for a terminal
 FIRST_RANK_SECONDS = 0.5  # before it leaves: rank 0's store ends with it
 OTHER_RANKS_SECONDS = 3.0  # before they print: the agent ends them first if all have the error
 MEND = "mend it, then start again; --debug shows the whole stack"
@@ -104,9 +105,14 @@ def users_line(error: BaseException) -> str:
         return f"{error.filename}, line {error.lineno}: {(error.text or '').strip()[:80]}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if path.is_file() and not any(path.is_relative_to(place) for place in FOREIGN):
+        if path.is_file() and not is_foreign(path):
             return f"{path}, line {frame.lineno}: {(frame.line or '')[:80]}"
     return ""
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a file is ours or a library's, and no user's."""
+    return any(path.is_relative_to(place) for place in FOREIGN)
 
 
 class Outlet:
@@ -133,7 +139,7 @@ class Outlet:
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print, also to streams that may be closed; on a terminal replace the bar, also that of another rank."""
     outlet = Outlet(stream or sys.stdout)
-    outlet.write(("\r\x1b[K" if outlet.terminal else "") + text + "\n")
+    outlet.write(("\r\x1b[K" if outlet.terminal else "") + text.translate(CONTROL) + "\n")
 
 
 def warn(text: str, of_this_rank: bool = False) -> None:

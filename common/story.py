@@ -60,14 +60,6 @@ def introduce(run, last):
     deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
     deaths += [f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")]
     run.log.start([*lines, line], deaths)
-    if not (run.source or "").startswith("checkpoints/"):
-        lives = newest_lives(opts.run_dir)
-        saved = [event["step"] for life in lives for event in named(life, "save", "rescue")]
-        if saved:  # a disk is not mounted, say
-            run.log.note(
-                f"{opts.run_dir}: step {max(saved)} was saved, but no checkpoint is left; "
-                "training begins again"
-            )
     for text in run.placed.describe() if hasattr(run.placed, "describe") else ():
         run.log.note(text)
 

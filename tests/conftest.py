@@ -34,6 +34,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import police  # noqa: E402  (found through the path above)
 
 TEMPORARY = police.move_in()
+(TEMPORARY / "config").mkdir()
+os.environ["XDG_CONFIG_HOME"] = f"{TEMPORARY}/config"  # the key of whoever runs the tests is not for them
 
 
 def pytest_collection_finish():

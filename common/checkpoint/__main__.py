@@ -58,10 +58,12 @@ def show(asked):
         _, folder, line = choose(asked.run, which)
         print(line if asked.digest else folder)
     else:
-        found = [describe(*choice) for choice in checkpoints(asked.run)]
-        for _, line in found:
-            print(line)
-        damaged = sum(not whole for whole, _ in found)
+        found = [(*describe(*choice), choice[1]) for choice in checkpoints(asked.run)]
+        # a run that trains may have deleted one meanwhile
+        found = [row for row in found if row[0] or row[-1].exists()]
+        for _, line, _ in found:
+            say(line)
+        damaged = sum(not whole for whole, *_ in found)
         if damaged == len(found):
             choose(asked.run, which)  # says what is missing
         elif damaged:

@@ -2,19 +2,22 @@
 
 import errno
 import functools
-import hashlib
 import json
 import os
 import shutil
 import stat
 import time
+import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from common.sealed import unsealed
 
 MOST_BYTES = 1 << 28  # of a file that is read at once: a longer one is not ours, and is not read
 # errors that prove that no file of ours has this name; any other (no memory, no server) proves nothing
 WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 RETRY_SECONDS = (0.1, 0.4, 1.0, 2.5)  # between the tries of a read that fails
+NEW_FILE = ".new-"  # begin of the name of a file that is not whole yet
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follows no link, waits for no pipe
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # writes into no old file, no link
 
@@ -87,13 +90,9 @@ def parse_json(data, name):
 
 
 def unseal(data, name):
-    """The object that `sealed` wrote; Damaged if one bit has changed, even in a space."""
-    value = parse_json(data, name)
-    value.pop("seal", None)
+    """The object that `sealed` wrote; Damaged if one bit has changed."""
     with as_written(name):
-        if sealed(value) != data:
-            raise Damaged(f"{name} does not match its own seal")
-    return value
+        return unsealed(data)
 
 
 @patient
@@ -103,20 +102,6 @@ def read_sealed(path: Path) -> dict:
 
 
 # ---- writing ------------------------------------------------------------------------------------------
-def sha(data):
-    return hashlib.sha256(data).hexdigest()
-
-
-def to_json(value):
-    """JSON as bytes; equal objects give equal bytes."""
-    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def sealed(value):
-    """The object with its own SHA-256 in it, as bytes."""
-    return to_json(value | {"seal": sha(to_json(value))})
-
-
 @contextmanager
 def new_file(path):
     """The descriptor of a new file, which is synced at the end.
@@ -140,6 +125,14 @@ def write_at(fd, data, at):
         at += count
 
 
+def put(path, data):
+    """A small file, whole or not at all, by way of its own folder: checkpoints/ may be on another disk."""
+    aside = path.with_name(f"{NEW_FILE}{uuid.uuid4().hex}")
+    with new_file(aside) as fd:
+        write_at(fd, data, 0)
+    os.rename(aside, path)
+
+
 def sync_folder(path):
     """Syncs the names in a folder: only then is a rename on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -158,10 +151,17 @@ def make_folder(folder):
     os.listdir(folder)  # raises if it is a file or cannot be read
 
 
+def forget(path):
+    """Lets the kernel drop its copy of a file's bytes: they are read from the disk then."""
+    with opened(path) as fd:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def sync_lines(run_dir, life):
     """Syncs what this machine's processes have logged of the run; a log that cannot be synced is no error."""
-    logs = [*run_dir.glob("*.jsonl"), *run_dir.glob(f"audit/life-{life}-*")]
-    for path in (*logs, run_dir, run_dir / "audit"):  # the folders for the names in them
+    notes = run_dir / "audit" / life
+    folders = (notes, notes.parent, run_dir)  # for the names in them
+    for path in (*run_dir.glob("*.jsonl"), *notes.glob("*"), *folders):
         with suppress(OSError), opened(path, is_right=bool) as fd:
             os.fdatasync(fd)
 

@@ -17,14 +17,23 @@ import atexit
 import json
 import math
 import os
-import shutil
 import threading
 import time
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.checkpoint.disk import NEW, Damaged, delete, make_folder, opened, parse_json, read_small
+from common.checkpoint.disk import (
+    NEW,
+    NEW_FILE,
+    Damaged,
+    delete,
+    make_folder,
+    opened,
+    parse_json,
+    put,
+    read_small,
+)
 from common.errors import UserError, say
 from common.place import has_ended, this_process
 
@@ -40,6 +49,8 @@ NODE_STILL_SECONDS = 12.0  # without a move: that node is gone
 NODES_SECONDS = 30.0  # survivors may take to the end of their step, until they announce their rescue
 RECORD_BYTES = 1024  # more than a record of a holder needs
 RESCUE = "rescue.lock"  # end of a file's name in a staging folder: a survivor is saving
+WAITING = "waiting."  # begin of a file's name there: a survivor waits for that one
+MOST_WAITING = 4  # with one state
 NODE = "node."  # file in a staging folder: a rank of another node lives
 
 
@@ -182,8 +193,10 @@ class Fence:
                 "this one has stopped; it had saved nothing yet"
             )
         self._sweep([name for name in names if name.startswith(".life-") and name != self.staging.name])
-        if may_log:
-            make_anew(self.path.with_name("metrics.jsonl"), self.staging / "metrics")
+        for left in self.path.parent.glob(f"{NEW_FILE}*"):
+            delete(left)
+        make_anew(self.path.with_name("metrics.jsonl"), may_log)
+        make_anew(self.path.with_name("ledger.jsonl"))
 
     def release(self) -> None:
         with suppress(OSError):  # or the next life does it
@@ -233,24 +246,39 @@ class Fence:
 
 
 @contextmanager
-def rescuing(path, progress, needless):
+def rescuing(path, progress, needless, hold_still):
     """Inside, only this process of its node saves; a new owner waits while it lives and `progress()` grows.
 
-    Takes no file if `needless()`: there is nothing to save, or not any more.
+    Takes no file if `needless()`: there is nothing to save, or not any more. False if others of the same
+    state, which `hold_still()` names, wait already: the run folder is spared, four deaths in one save are
+    none.
     """
     held = None
+    waits = False
     while held is None and not needless():
         with suppress(FileExistsError):
             held = Held(path, progress=progress)
         if held is None:  # another one saves; if it is gone, its file goes
+            waits = waits or may_wait(path, hold_still())
+            if not waits:
+                break
             wait_for(path, needless=needless)
             if not needless():
                 delete(path)
     try:
-        yield
+        yield held is not None or waits or needless()
     finally:
         if held:
             held.close()
+
+
+def may_wait(path, state):
+    """Whether this rank is one of the first that wait with this state."""
+    for k in range(MOST_WAITING):
+        with suppress(FileExistsError):
+            os.close(os.open(path.with_name(f"{WAITING}{state}.{k}"), NEW, 0o600))
+            return True
+    return False
 
 
 def wait_for(path, still=None, deadline=math.inf, needless=lambda: False):
@@ -278,21 +306,20 @@ def living(path):
 def read_record(path):
     """What the holder wrote; {} if it is unknown, None without a file. Opened anew: NFS asks the server."""
     try:
-        return parse_json(read_small(path), path.name)
+        record = parse_json(read_small(path), path.name)
     except FileNotFoundError:
         return None
     except Damaged:
         return {}
+    return record if {"process", "agent"} <= record.keys() else {}
 
 
-def make_anew(path, aside):
-    """The same bytes in another file: what an earlier life may still append goes to the old one."""
+def make_anew(path, may_log=False):
+    """The same bytes in another file, if an earlier life may still append to it, or a copy shares it."""
     with suppress(OSError):  # there is none
-        shutil.copyfile(path, aside, follow_symlinks=False)
-        with opened(aside) as fd:
-            os.fsync(fd)
-        os.chmod(aside, 0o600)
-        os.rename(aside, path)
+        if may_log or os.stat(path).st_nlink > 1:  # `cp -al`
+            with opened(path) as fd:  # no link
+                put(path, os.pread(fd, os.fstat(fd).st_size, 0))
 
 
 def move_away(path):

@@ -14,7 +14,6 @@ from pathlib import Path
 from common.checkpoint.disk import patient
 
 FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}  # {kind of tensors: its file}
-FILE = re.compile(r"(model|optimizer)\.safetensors")
 STATE = "state.json"
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")

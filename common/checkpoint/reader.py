@@ -22,23 +22,26 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import (
-    Damaged,
-    as_written,
-    opened,
-    parse_json,
-    patient,
-    read_small,
-    sha,
-    to_json,
-    unseal,
-)
-from common.checkpoint.folder import FILE, MANIFEST, STATE, checkpoints, kind_of
+from common.checkpoint.disk import Damaged, as_written, opened, parse_json, patient, read_small, unseal
+from common.checkpoint.folder import FILES, MANIFEST, STATE, checkpoints, kind_of
 from common.checkpoint.layout import Layout
 from common.errors import UserError
+from common.sealed import sha, to_json
 
-FORMAT = 6
-FACTS = "step epoch position order best record evaluated scaler tied data".split()  # a start reads them all
+FORMAT = 7
+FACTS: dict[str, type | tuple[type, ...]] = {  # a start reads them all
+    "step": int,
+    "epoch": int,
+    "position": int,
+    "order": list,
+    "best": dict,
+    "record": dict,
+    "evaluated": dict,
+    "scaler": (dict, type(None)),
+    "tied": dict,
+    "data": dict,
+    "origin": dict,  # of the run: its data, what decides its bits, its code, what it began with
+}
 EMA = "/ema"  # the end of an average's name
 
 
@@ -48,8 +51,10 @@ def read_manifest(folder):
     Its step and its digest are for others: they follow from the facts and the tables, which are compared.
     """
     with opened(folder, stat.S_ISDIR):  # not a link to one
-        manifest = unseal(read_small(folder / MANIFEST), MANIFEST)
-    if manifest.get("format") != FORMAT:
+        data = read_small(folder / MANIFEST)
+    is_older = data.startswith(b"{\n")  # up to format 6 each value had a line
+    manifest = (parse_json if is_older else unseal)(data, MANIFEST)
+    if is_older or manifest.get("format") != FORMAT:
         raise UserError(
             f"{folder} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}\n"
             "resume it with the version that wrote it, which --export brings over here\n"
@@ -61,12 +66,12 @@ def read_manifest(folder):
 
 
 def _check_tables(files, run, state, **_):
-    for path, table in files.items():
-        if not FILE.fullmatch(path):
-            raise Damaged(f"{MANIFEST} lists {path[:80]}")
-        for name, (dtype, shape, _) in table.items():
+    if files.keys() != {*FILES.values()}:
+        raise Damaged(f"{MANIFEST} lists {str([*files])[:80]}")
+    for table in files.values():
+        for name, (dtype, shape, digest) in table.items():
             tensors.size_of(dtype, shape)
-            if not all(type(count) is int and count >= 0 for count in shape):
+            if not isinstance(digest, str) or not all(type(count) is int and count >= 0 for count in shape):
                 raise Damaged(f"{MANIFEST}: {name[:80]} is {dtype}{shape}")
 
 
@@ -81,7 +86,8 @@ def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
     if facts.get("step") != step:
         raise Damaged(f"{STATE} is of step {facts.get('step')}, the folder says {step}")
     with as_written(STATE):
-        if {*FACTS} - facts.keys() or "step" not in facts["best"]:
+        wrong = [name for name, kind in FACTS.items() if not isinstance(facts[name], kind)]
+        if wrong or "step" not in facts["best"]:
             raise Damaged(f"{STATE} lacks what a start reads")
     return manifest, facts
 
@@ -190,6 +196,8 @@ def choose(path, which):
             whole, line = describe(number, folder)
             if whole:
                 return number, folder, line
+            if not folder.exists():  # a run that trains has deleted it: it has a newer one
+                return choose(path, which)
     raise UserError(
         f"{path}: no whole checkpoint ({step})\npython -m common.checkpoint {path} lists them", code=3
     )

@@ -8,7 +8,8 @@ checkpoint before, or both, never neither:
     C  both read back, as the next start will read them       swept
     C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
     C  the folder renamed to checkpoints/step-N               on a power loss N is there whole or not at all
-    C  checkpoints/ synced                                    committed: only now may older ones go
+    C  checkpoints/ synced                                    committed
+    C  each byte read back from the disk, but not in a rescue only now may older ones go
     C  older ones renamed into staging, then deleted          extra files only
 No name is written twice: later facts of a step become step-N.1, and step-N goes with the older ones.
 """
@@ -25,20 +26,27 @@ import common.checkpoint.tensors as tensors
 from common.checkpoint.disk import (
     Damaged,
     delete,
-    new_file,
+    forget,
+    put,
     read_sealed,
     refuse_long,
-    sealed,
-    sha,
     sync_folder,
     sync_lines,
-    to_json,
-    write_at,
 )
 from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
-from common.checkpoint.folder import ASIDE, FILES, MANIFEST, STATE, committed, folder_name, free_number
+from common.checkpoint.folder import (
+    ASIDE,
+    FILES,
+    MANIFEST,
+    STATE,
+    committed,
+    folder_name,
+    free_number,
+    numbers_of,
+)
 from common.checkpoint.layout import Layout, Named
 from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
+from common.sealed import sealed, sha, to_json
 
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
@@ -76,6 +84,7 @@ class Writer:
         self.staging = fence.staging
         self.run = sha(to_json(identity))
         self.layout = layout
+        self.origin: dict = {}  # in each checkpoint's facts: of the run, not of a step
         self.moved = 0  # chunks written so far: others see that a rescue makes progress
 
     # ---- what is there ---------------------------------------------------------------------------------
@@ -91,6 +100,15 @@ class Writer:
                 if read_manifest(folder)["run"] != self.run:
                     return folder
         return None
+
+    def known_origin(self) -> dict:
+        """That of the newest checkpoint of this run that can be read: options.json may be damaged."""
+        for step, folder in committed(self.root):
+            with suppress(Damaged, OSError):
+                manifest, facts = read_facts(step, folder)
+                if manifest["run"] == self.run:
+                    return facts["origin"]
+        return {}
 
     def holds(self, facts: dict) -> bool:
         """Whether the newest checkpoint that can be read has this state or a later one."""
@@ -143,12 +161,19 @@ class Writer:
             f"step {step} of this one is not saved"
         )
 
-    def alone(self, needless: Callable[[], bool]) -> AbstractContextManager[None]:
-        """A context for a rescue: of the ranks here that hold the same part, only this one saves.
+    def alone(
+        self, needless: Callable[[], bool], hold_still: Callable[[], dict]
+    ) -> AbstractContextManager[bool]:
+        """A context for a rescue: of the ranks here only this one saves; False if enough others may.
 
-        From there on a new life waits for it. It takes no file if the rescue is `needless`.
+        From there on a new life waits for it. It takes no file if the rescue is `needless`. `hold_still`
+        returns facts that do not change any more.
         """
-        return rescuing(self.staging / RESCUE, lambda: self.moved, needless)
+
+        def state():
+            return "-".join(map(str, _how_far(hold_still())))
+
+        return rescuing(self.staging / RESCUE, lambda: self.moved, needless, state)
 
     def _aside(self, step):
         """A new folder name. A pid is not enough: ranks in two containers may have the same."""
@@ -159,7 +184,7 @@ class Writer:
 
     def _describe(self, folder, files, facts):
         """Adds facts and manifest to a folder of this process alone, syncs it, and reads both back."""
-        state = facts_to_json(facts)
+        state = facts_to_json(facts | {"origin": self.origin})
         manifest = {
             "format": FORMAT,
             "run": self.run,
@@ -181,6 +206,20 @@ class Writer:
         sync_folder(self.root)
         return self.root / folder_name(step, k)
 
+    def read_back(self, folder: Path) -> None:
+        """Reads each byte of a new checkpoint from the disk; Damaged, and it is put aside, if one is wrong.
+
+        Call it before older ones are deleted: what a disk has taken it need not give back.
+        """
+        try:
+            manifest, _ = read_facts(numbers_of(folder.name)[0], folder)
+            for path, table in manifest["files"].items():
+                forget(folder / path)
+                tensors.read_file(folder / path, table)
+        except Damaged:
+            self.put_aside(folder)
+            raise
+
     # ---- a small file ----------------------------------------------------------------------------------
     def put_sealed(self, path: Path, value: dict) -> None:
         """A file with this object and a seal, whole or not at all; it is on the disk then."""
@@ -194,10 +233,7 @@ class Writer:
     def _put(self, path, data):
         """Damaged if no start would read it. Two ranks may do it at once."""
         refuse_long(path, len(data))
-        aside = self.staging / uuid.uuid4().hex
-        with new_file(aside) as fd:
-            write_at(fd, data, 0)
-        os.rename(aside, path)
+        put(path, data)
 
     # ---- what goes -------------------------------------------------------------------------------------
     def put_aside(self, folder: Path) -> None:

@@ -90,7 +90,9 @@ def _follow(lives, folders):
 def _notes_of(life, folders):
     for rank in range(life["world"]):
         for folder in folders:
-            yield from read(folder / f"life-{life['life']}-rank{rank}.jsonl")
+            for note in read(folder / life["life"] / f"rank{rank}.jsonl", "step"):
+                if note.get("event") == "done" or {"event", "ids"} <= note.keys():
+                    yield note
 
 
 def planned(lives, last):

@@ -1,7 +1,8 @@
 """A run that shares its first steps with another one (--fork RUN --at STEP), and its flags. No torch here."""
 
 from common.errors import UserError
-from common.options import FLAGS, read_options, refuse_foreign_code
+from common.options import FLAGS, OF_A_MACHINE, read_options, read_run, refuse_foreign_code
+from common.sealed import is_marked
 
 NOT_INHERITED = {"resume", "max_steps", "eval_only"}
 
@@ -14,6 +15,8 @@ def inherited(given, script):
         )
     source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
     taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"]} - NOT_INHERITED
+    if not is_marked(read_run(source)):
+        taken -= OF_A_MACHINE  # a stranger's run asks for no downloads here
     flags = {}
     for name, value in read_options(source).items():
         if name in taken - given.keys():

@@ -5,9 +5,9 @@
     python -m common.replay verify RUN --nproc 2  # with two processes
 
 A segment from step A to step B is a fork of the run (--fork RUN --at A --max-steps B) in a scratch folder.
-Start it where the training was started: relative paths count from there. More flags go to the training: a
-file in RUN itself, or of another user, runs only if you name it too (--model RUN/net.py:f). Exit code 0: the
-same; 1: something differs; 2: it cannot be done.
+More flags go to the training: code that RUN names runs only if you have begun RUN yourself, and it does not
+lie in RUN or belong to another user; else name each file too (--model RUN/net.py:f). Exit code 0: the same;
+1: something differs; 2: it cannot be done.
 """
 
 import argparse
@@ -153,8 +153,8 @@ def _proof_of(best, rows):
 def _chosen(args):
     """Return the segments that were asked for, as (begin, end)."""
     steps = sorted({0, *_kept_by(args.run)})  # step 0 follows from the seed
-    options = read_options(args.run)
-    if options["fork"] or options["resume"] != "auto":
+    began = [read_facts(*choice)[1]["origin"]["began"] for choice in checkpoints(args.run)[:1]]
+    if read_options(args.run)["fork"] or began not in ([], ["auto"]):
         del steps[0]
         say(f"nothing proves step {min(steps, default=0)}, where it begins")
     segments = [(a, b) for a, b in pairwise(steps) if args.first <= a and b <= args.last]

@@ -38,8 +38,6 @@ RUNNING = {"training", "silent", "dead"}  # states of a run that has not ended w
 QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
 
 
-
-
 # ---- seconds --------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,8 @@ class Lines:
 
     def open(self):
         """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.path.parent.parent, self.path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.fd = os.open(self.path, flags, 0o600)
         size = os.fstat(self.fd).st_size
@@ -81,11 +82,12 @@ def read(path, name="event"):
 
 
 def parse(line, name="event"):
-    """The object in a line; None if the line is torn, or the object lacks this name."""
+    """The object in a line; None if the line is torn or odd, or the object lacks this name."""
     record = None
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         record = json.loads(line)
-    return record if isinstance(record, dict) and name in record else None
+    is_ours = isinstance(record, dict) and name in record and isinstance(record.get("step", 0), int)
+    return record if is_ours else None
 
 
 def lines_back(path):
@@ -130,7 +132,7 @@ class Audit:
 
     def __init__(self, run_dir: Path, life: str, rank: int, on: bool = True) -> None:
         self.on = on
-        self.lines = Lines(run_dir / "audit" / f"life-{life}-rank{rank}.jsonl")
+        self.lines = Lines(run_dir / "audit" / life / f"rank{rank}.jsonl")
 
     def begin(self, step: int, ids: list[int]) -> None:
         if self.on:

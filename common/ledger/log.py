@@ -209,9 +209,10 @@ class Curves:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder.mkdir(mode=0o700, exist_ok=True)
+        earlier = {*self.folder.iterdir()}
         # With purge_step TensorBoard drops the later points of earlier lives.
         writer = SummaryWriter(str(self.folder), purge_step=self.step + 1, flush_secs=CURVES_SECONDS)
-        for path in self.folder.iterdir():
+        for path in {*self.folder.iterdir()} - earlier:
             path.chmod(0o600)
         return writer
 

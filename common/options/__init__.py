@@ -3,7 +3,15 @@
 No torch here: --help and a typo answer at once.
 """
 
-from common.options.options import FLAGS, Options, as_imagefolder, read_options, with_folder
+from common.options.options import (
+    FLAGS,
+    OF_A_MACHINE,
+    Options,
+    as_imagefolder,
+    read_options,
+    read_run,
+    with_folder,
+)
 from common.options.parser import begin_life, parse_options, read_arguments
 from common.options.registry import DATASETS, MODELS, kind_of
-from common.options.user import call_user, extra, find_function, refuse_foreign_code, text_of
+from common.options.user import call_user, code_of, extra, find_function, refuse_foreign_code, text_of

@@ -5,7 +5,6 @@ change a `free` one. The store writes the fields into options.json; the next sta
 """
 
 import dataclasses
-import hashlib
 import inspect
 import json
 import math
@@ -20,6 +19,7 @@ from common.errors import UserError, blamed, did_you_mean
 from common.options.registry import DATASETS, FUSED, RATE, RATES, flags_of_dataset, kind_of
 from common.options.rules import flag_of, keywords
 from common.place import here
+from common.sealed import Facts, unsealed
 
 Values = dict[str, Any]  # of fields, by name
 OF_A_MACHINE = {  # may differ between the machines of one life
@@ -150,9 +150,7 @@ class Options:
         "momentum of sgd and rmsprop: the share of its last update that a weight repeats (default for sgd: 0.9)",
         below=1,
     )
-    weight_decay: float = fixed(
-        0.0, "weight decay: pulls weights towards zero (torch's own default for adamw is 0.01)"
-    )
+    weight_decay: float = fixed(0.0, "weight decay: pulls weights towards zero (adamw in torch: 0.01)")
     no_decay_1d: bool = fixed(False, "no weight decay for weights of one dimension: biases and norms")
     lr_schedule: str = fixed(
         "constant",
@@ -281,7 +279,7 @@ class Options:
         """{name: value} of what all ranks had before, besides the options; empty if nothing is saved."""
         with suppress(OSError, UserError):
             if self.is_bound:
-                return {"data": _read_identity(self.run_dir)["data"][:12]}
+                return {"data": read_run(self.run_dir)["data"][:12]}
         return {}
 
     @property
@@ -316,19 +314,18 @@ def with_folder(value: Any) -> Any:
 FLAGS = {flag_of(field.name): field for field in dataclasses.fields(Options)[1:]}
 
 
-def read_options(run_dir: Path | str) -> Values:
-    """Read the options of a run's newest life from its options.json; UserError if that is damaged."""
-    return _read_identity(run_dir)["options"]
-
-
-def _read_identity(run_dir):
+def read_run(run_dir: Path | str) -> Facts:
+    """Read what a run's options.json holds; UserError if that is damaged."""
     path = Path(run_dir, "options.json")
     with blamed(str(run_dir), "name the folder of a run"):
         if not path.is_file():
             raise FileNotFoundError(path)
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        seal = facts.pop("seal", "")
-        text = f"{json.dumps(facts, indent=1, sort_keys=True)}\n"
-        if hashlib.sha256(text.encode()).hexdigest() != seal:
-            raise ValueError("options.json is damaged")
-        return facts
+        try:
+            return unsealed(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"options.json is damaged: {error}") from error
+
+
+def read_options(run_dir: Path | str) -> Values:
+    """Read the options of a run's newest life from its options.json."""
+    return read_run(run_dir)["options"]

@@ -11,13 +11,16 @@ import inspect
 import os
 import sys
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.errors import UserError, blamed
-from common.options.registry import EXTRAS
+from common.errors import UserError, blamed, is_foreign
+from common.options.options import Options, read_run
+from common.options.registry import EXTRAS, NAMES
 from common.options.rules import flag_of
+from common.sealed import is_marked, sha
 
 
 def find_function(place: str, *default: None) -> Any:
@@ -68,44 +71,70 @@ def load_file(path):
     try:
         exec(compile(text_of(path), path, "exec"), vars(module))
     finally:  # an import that fails may be one of them
-        refuse_other_neighbours(path, set())
+        refuse_other_neighbours(path)
     return module
 
 
-def refuse_other_neighbours(path, seen):
-    """UserError if a module that a file imports lies beside it, and one from elsewhere was taken for it."""
-    seen.add(path)
-    for name in imports_of(path):
+def refuse_other_neighbours(path):
+    """UserError if a module that a file imports lies beside it, and another was taken for it."""
+    for own, importer in files_of(path).items():
+        name = own.parent.name if own.stem == "__init__" else own.stem
         taken = getattr(sys.modules.get(name), "__file__", None)
-        places = (path.parent / name / "__init__.py", path.parent / f"{name}.py")
-        own = next(filter(Path.is_file, places), None)
-        if not (taken and own) or name in sys.stdlib_module_names:
-            continue
-        if own.resolve() != Path(taken).resolve():
+        beside = own == path.parent / f"{name}.py" or own == path.parent / name / "__init__.py"
+        if own != path and beside and taken and own.resolve() != Path(taken).resolve():
             raise UserError(
-                f"{path} imports {name}, for which {taken} was taken\n"
+                f"{importer} imports {name}, for which {taken} was taken\n"
                 f"to have the one beside it, rename it, or use a Python that has imported no other {name}"
             )
-        if own not in seen:
-            refuse_other_neighbours(own, seen)
+
+
+def files_of(path):
+    """{file: the one that imports it}: a user's file, what it imports from its folder, packages whole."""
+    found = {path: path}
+    for importer in (todo := [path]):  # it grows
+        for name in sorted({*imports_of(importer)} - sys.stdlib_module_names):
+            module = path.parent / f"{name}.py"
+            for own in [module] if module.is_file() else sorted(Path(path.parent, name).rglob("*.py")):
+                if own not in found and not is_foreign(own):
+                    found[own] = importer
+                    todo.append(own)
+    return found
 
 
 def imports_of(path):
-    """Yield the first words of what a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(text_of(path))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module.partition(".")[0]
+    """Yield the first words of what a file imports, anywhere in it; nothing if Python cannot read it."""
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(text_of(path))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield node.module.partition(".")[0]
+
+
+def code_of(opts: Options) -> dict[str, str]:
+    """Return {"code of FILE": hash} of the script, of files that flags name, and of what these import."""
+    named = [str(getattr(opts, name)).rpartition(":")[0] for name in NAMES]
+    code = {}
+    for path in filter(Path.is_file, map(Path, (sys.argv[0], *named))):
+        for file in files_of(path.resolve()):
+            name = f"code of {file.name}"
+            code[name] = sha(code.get(name, "").encode() + text_of(file))[:12]
+    return code
 
 
 def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:
-    """UserError if these flags of a run name a file in its folder, or of another user than us and root."""
+    """UserError if these flags of a run name a file, unless this user has begun the run with it.
+
+    Even then one in its folder, or of another user than us and root, may be a stranger's.
+    """
+    is_ours = is_marked(read_run(run_dir))
     for name, value in flags.items():
         path = Path(str(value).rpartition(":")[0]).resolve()
         inside = path.is_relative_to(Path(run_dir).resolve())
-        if path.is_file() and (inside or path.stat().st_uid not in (0, os.getuid())):
+        is_own = is_ours and not inside and path.is_file() and path.stat().st_uid in (0, os.getuid())
+        if path.is_file() and not is_own:
             raise UserError(
-                f"{run_dir} would run {value}: a file in that folder, or of another user\n"
+                f"{run_dir} would run {value}: a file in that folder, of another user, or of a run that you "
+                "have not begun\n"
                 f"read it; if you trust it, name it yourself: {flag_of(name)} {value}"
             )

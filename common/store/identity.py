@@ -12,15 +12,15 @@ from common.options import with_folder
 from common.world import MAY_DIFFER, bit_facts
 
 
-def identify(opts, data, device, writer):
+def identify(opts, data, code, device, writer):
     """What this run is, for JSON; UserError if RUN/options.json, or a checkpoint, has other values.
 
-    `data` is the fingerprint of its data. The options may change as long as nothing is saved, the free ones
-    always.
+    `data` is the fingerprint of its data, `code` has that of each file of a user's. The options may change as
+    long as nothing is saved, the free ones always.
     """
     pinned = bit_facts(opts, device)
     options = {name: with_folder(value) for name, value in opts.to_json().items()}
-    ours = {"options": options, "data": data, "pinned": pinned}
+    ours = {"options": options, "data": data, "pinned": pinned, "code": code}
     if not opts.is_bound:
         return ours
     refuse_an_older_one(opts)
@@ -29,16 +29,21 @@ def identify(opts, data, device, writer):
     try:
         first = writer.read_sealed(path)
     except Damaged as reason:
-        raise UserError(
-            f"{path}: {reason}; without it this could be another run\n"
-            f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
-        ) from reason
+        origin = writer.known_origin()
+        if not origin:
+            raise UserError(
+                f"{path}: {reason}; without it this could be another run\n"
+                f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
+            ) from reason
+        say(f"{path}: {reason}; made again from the newest checkpoint")
+        first = ours | origin
     wrong = opts.compare(first["options"])
     changed = []
-    for name, now in pinned.items():
-        was = first["pinned"].get(name, now)  # a run without --virtual-ranks has none, and is refused above
+    known = first["pinned"] | first["code"]
+    for name, now in (pinned | code).items():
+        was = known.get(name, now)  # a run without --virtual-ranks pins nothing, and is refused above
         if was != now:
-            differences = changed if name in MAY_DIFFER else wrong
+            differences = changed if name in MAY_DIFFER or name in code else wrong
             differences.append(f"{name} was {was}, now {now}")
     if first["data"] != data:
         difference = f"data's fingerprint was {first['data'][:12]}, now {data[:12]}"
@@ -53,6 +58,8 @@ def identify(opts, data, device, writer):
         raise UserError(f"{foreign} is of another run than {path}\nmove it away, or use another --run-dir")
     for difference in changed:
         say(f"the {difference}: from here on the bits may be others")
+    if opts.virtual_ranks:
+        ours["code"] = first["code"]
     return ours | {"pinned": first["pinned"]}
 
 

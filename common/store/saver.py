@@ -38,6 +38,7 @@ class Saver:
         # one thread for all saves: to start one makes training wait
         self.pool = futures.ThreadPoolExecutor(1, "writer", world.use_device)
         self.job = None  # the last one of the thread
+        self.is_writing = False  # it has bytes that are not on the disk yet
         self.saved = None  # the facts that were saved last, or are being saved
         self.prunes = False  # with the first step, which it must not delay
         self.saved_at = time.monotonic()
@@ -82,11 +83,14 @@ class Saver:
             self._note_failure(error)
             return
         self.saved = facts
+        self.is_writing = True
         self.job = self.pool.submit(self._write_copy, facts)
 
     def _write_copy(self, facts):
         try:
-            self.write({kind: image.views for kind, image in self.images.items()}, facts)
+            folder = self.write({kind: image.views for kind, image in self.images.items()}, facts)
+            self.is_writing = False
+            self.writer.read_back(folder)
             self.prune(facts["step"])
             seconds = round(time.monotonic() - self.saved_at, 3)
             self.ledger.event("save", step=facts["step"], save_s=seconds)
@@ -120,7 +124,7 @@ class Saver:
         A rescue waits only as long as bytes are written: it writes its own files.
         """
         still = Still()
-        while self.job and futures.wait([self.job], 0.1).not_done:
+        while self.job and futures.wait([self.job], 0.1).not_done and (self.is_writing or not in_rescue):
             if not still.hangs(self.writer.moved):
                 self.state.heartbeat += 1
             elif in_rescue:
@@ -158,12 +162,23 @@ class Saver:
         state = self.state
         began = time.monotonic()
         self.writer.check_staging(state.progress.step)
-        alone = self.writer.alone(needless=lambda: not state.spoiled and self.writer.holds(state.facts()))
-        with ExitStack() as around:
-            for each in (*self.sides, alone, self._held_still(began)):
-                around.enter_context(each)
+        with ExitStack() as contexts:
+            for side in self.sides:
+                contexts.enter_context(side)
+
+            def hold_still():
+                contexts.enter_context(self._held_still(began))
+                return state.facts()
+
+            def needless():
+                return not state.spoiled and self.writer.holds(state.facts())
+
+            is_asked = contexts.enter_context(self.writer.alone(needless, hold_still))
+            hold_still()
             if state.spoiled:
                 raise state.spoiled
+            if not is_asked:
+                return "", False
             self.wait(in_rescue=True)
             state.wait_for_update()
             saved = self._write_live(why, began)

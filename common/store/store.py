@@ -15,8 +15,9 @@ import torch
 
 from common.checkpoint import Damaged, Fence, Reader, Writer, checkpoints
 from common.errors import UserError, may_pass, say
-from common.ledger import Ledger
-from common.options import Options
+from common.ledger import Ledger, named, newest_lives
+from common.options import Options, code_of
+from common.sealed import marked
 from common.store.identity import identify
 from common.store.load import lay_out, load
 from common.store.saver import Saver
@@ -34,6 +35,7 @@ class CheckpointStore:
         self.ledger = Ledger(opts.run_dir, life=world.life, rank=world.rank)
         self.fence = Fence(opts.run_dir, world.life)
         self.owns = False  # the folder is this rank's
+        self.identity: dict = {}  # the run's, on a rank that owns
 
     # ---- at the start of a life: own the folder, load, compare the ranks ---------------------------
     def restore(self, state: TrainState) -> str | None:
@@ -45,12 +47,14 @@ class CheckpointStore:
         world = self.world
         self.state = state
         layout, fits = lay_out(state, world)
+        self.code = code_of(opts)
         same_everywhere(
             world,
             {
                 "python": get_python_version(),
                 "torch": torch.__version__,
                 "data": self.fingerprint[:12],
+                **self.code,
                 **opts.of_all_ranks(),
                 "net (names, shapes or types)": "as in replica 0" if fits else "another",
                 "samples": str(state.progress.samples),
@@ -67,9 +71,14 @@ class CheckpointStore:
                 self._own()
         self.saver = Saver(state, self.writer, self.ledger, world)
         loaded = load(state, world, Reader(layout, world.local_size, self.writer.run), self.owns)
+        identity, *_ = gather(world, self.identity)
+        began = loaded.facts["origin"]["began"] if loaded.facts else opts.resume  # "auto": at step 0
+        self.writer.origin = {name: identity[name] for name in ("data", "pinned", "code")} | {"began": began}
         for folder in loaded.skipped:
             say(f"checkpoints/{folder.name}: put aside, the run goes on after step {state.progress.step}")
             self.writer.put_aside(folder)
+        if self.owns:
+            self._tell_what_is_lost()
         if loaded.here:
             self.saver.saved = state.facts()
             self.saver.prunes = self.owns and not loaded.skipped  # they are kept until a newer one is saved
@@ -85,9 +94,9 @@ class CheckpointStore:
         try:
             if not self.fence.elect(rank):
                 return
-            identity = identify(self.opts, self.fingerprint, self.world.device, self.writer)
+            self.identity = identify(self.opts, self.fingerprint, self.code, self.world.device, self.writer)
             self.fence.claim()
-            self.writer.put_sealed(run_dir / "options.json", identity)
+            self.writer.put_sealed(run_dir / "options.json", marked(self.identity))
         except (OSError, Damaged, UserError) as error:
             self.fence.release()
             if isinstance(error, UserError):
@@ -97,6 +106,18 @@ class CheckpointStore:
                 code=1 if may_pass(error) else 2,
             ) from error
         self.owns = True
+
+    def _tell_what_is_lost(self):
+        """Prints if the life before has saved a later step than there is: a disk has lost it, or a person."""
+        run_dir = self.opts.run_dir
+        last = next(newest_lives(run_dir), [])
+        saved = max((event["step"] for event in named(last, "life", "save", "rescue")), default=0)
+        step = self.state.progress.step
+        if saved > step and not [*self.fence.root.glob(f"*step-{saved:08}*")]:  # put aside, perhaps
+            say(
+                f"{run_dir}: step {saved} was saved, training goes on at step {step}: "
+                "is a disk missing, or an old backup here?"
+            )
 
     # ---- whether the replicas are still equal ------------------------------------------------------
     def compare_replicas(self) -> None:

@@ -27,6 +27,8 @@ from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towa
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
 MAY_DIFFER = ("build of torch", "CPU or GPU")  # of the bit_facts: other bits are possible, not sure
+BLOCK_WORDS = 1 << 16  # of a tensor that are scrambled at once: they stay in a core's cache
+ODD = (-7046029254386353131, -4658895280553007687)  # the factors of splitmix64, as numbers with a sign
 M_TRIM_THRESHOLD = -1  # of mallopt: which freed memory goes back to the kernel
 M_MMAP_THRESHOLD = -3
 
@@ -125,14 +127,29 @@ def same_everywhere(
 
 
 def fingerprint_of(tensors: Iterable[Tensor]) -> int:
-    """A cheap number that depends on every bit of some tensors; equal weights give it on every device."""
+    """A cheap number that depends on each bit of some tensors and on its place; equal on every device."""
     sums = [0]
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if flat.numel() % 8 or flat.storage_offset() % 8:
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))  # a copy
-        sums.append(int(flat.view(torch.int64).sum()))  # 64-bit sums wrap, so their order does not matter
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for number, words in enumerate(flat.view(torch.int64).split(BLOCK_WORDS)):
+            total += mixed(words, number * BLOCK_WORDS).sum()  # sums wrap, so their order does not matter
+        sums.append(int(total))
     return hash_seed(*sums)
+
+
+def mixed(words: Tensor, first: int) -> Tensor:
+    """64-bit words, each scrambled one to one with its place; `first` is that of the first one.
+
+    Without it rows in another order, or two signs that flip, would leave the sum as it is.
+    """
+    x = torch.arange(first, first + len(words), device=words.device)
+    x.mul_(ODD[0]).add_(words).mul_(ODD[1])
+    x.bitwise_xor_((x >> 32).bitwise_and_(2**32 - 1))  # the shift of a number without a sign
+    x.mul_(ODD[0])
+    return x.bitwise_xor_((x >> 29).bitwise_and_(2**35 - 1))
 
 
 # ---- how a process joins the world of this life, and how it leaves it -----------------------------

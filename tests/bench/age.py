@@ -22,10 +22,10 @@ from turns import ROOT, arguments, take_turns  # isort: skip  (first: it finds t
 
 from jobs import events
 
-from common.checkpoint.disk import sealed, sha
 from common.checkpoint.folder import FILES, checkpoints, folder_name
 from common.checkpoint.reader import read_facts
 from common.checkpoint.writer import facts_to_json
+from common.sealed import sealed, sha
 
 RANKS = 8
 STEPS = 1000  # of a life

@@ -12,10 +12,11 @@ sys.path[:0] = [str(ROOT), f"{ROOT}/tests/tools"]
 
 
 def arguments(text, **defaults):
-    """The flags of the command line, each of its default's type."""
+    """The flags of the command line, each of its default's type; False stands for one without a value."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+        how = {"action": "store_true"} if value is False else {"type": type(value), "default": value}
+        parser.add_argument(f"--{name}", **how)
     return parser.parse_args()
 
 

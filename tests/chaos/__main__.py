@@ -5,6 +5,7 @@ python -m tests.chaos --events 20 --only bunch         # machines die in bunches
 python -m tests.chaos --machines 3                     # machines fall silent; as root
 python -m tests.chaos --machines 3 --only "cable cut"  # one fault of the table in machines.py
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
+python -m tests.chaos --store                          # killed or failed at each change of a file
 python -m tests.chaos --events 40 --script mp          # train_mp.py: a net over two devices a process
 """
 
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 
 from tests.bench.turns import arguments
-from tests.chaos import machines, points_names
+from tests.chaos import machines, points_names, store
 from tests.chaos.director import Campaign
 from tests.chaos.events import TARGETS
 
@@ -26,7 +27,7 @@ from jobs import Jobs  # isort: skip  (found once tests.chaos is)
 
 
 def main():
-    args = arguments(__doc__, events=200, seed=0, machines=0, script="ddp", only="")
+    args = arguments(__doc__, events=200, seed=0, machines=0, script="ddp", only="", store=False)
     only = [args.only] if args.only else []
     assert {*only} <= {*TARGETS, *machines.FAULTS}, f"--only is one of {[*TARGETS, *machines.FAULTS]}"
     rng = random.Random(args.seed)
@@ -34,6 +35,8 @@ def main():
         folder = Path(temporary)
         os.environ["TMPDIR"] = temporary  # killed agents leave their log folders behind
         with Jobs(folder) as jobs:
+            if args.store:
+                sys.exit(store.campaign(jobs, folder, args.seed))
             if args.machines:
                 sys.exit(machines.why_not() or machines.campaign(jobs, folder, args.machines, only))
             began = time.monotonic()

@@ -34,6 +34,7 @@ from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import checkpoints, committed
 from common.checkpoint.reader import describe, read_facts
 from common.errors import UserError
+from common.sealed import to_json
 from common.store.saver import MOST_FAILURES
 
 TRANSIENT = ("ENOMEM", "EIO", "ESTALE")
@@ -187,7 +188,7 @@ def test_what_no_start_would_read_is_a_failed_save(tmp_path, monkeypatch, what):
                 f"accuracy of class {k}": 0.1234567890123 for k in range(2000)
             }
         else:
-            monkeypatch.setattr(writer, "facts_to_json", lambda facts: disk.to_json({"step": facts["step"]}))
+            monkeypatch.setattr(writer, "facts_to_json", lambda facts: to_json({"step": facts["step"]}))
         with pytest.raises(Damaged, match="state.json"):
             save(life, 3)
         assert life.store.saver.failures == 1 and not list(life.store.writer.staging.iterdir())

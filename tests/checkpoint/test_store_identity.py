@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from dataclasses import replace
+from itertools import combinations, permutations
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from stores import a_life, is_at, options, refused, resumes_at, save, two_checkp
 
 from common.checkpoint import reader, writer
 from common.checkpoint.__main__ import main
-from common.checkpoint.disk import sealed
+from common.sealed import sealed
 from common.world import fingerprint_of
+from common.world.world import BLOCK_WORDS
 
 
 def test_a_folder_in_which_nothing_was_saved_is_bound_to_nothing(tmp_path):
@@ -67,7 +70,7 @@ def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(
     assert resumes_at(options(tmp_path / "other", resume=f"{root}/step-00000001"), 1)
 
 
-@pytest.mark.parametrize("number", [1, 5, 7])
+@pytest.mark.parametrize("number", [1, 5, 6, 8])
 def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is_touched(tmp_path, number):
     """Formats 1 and 2 were written by earlier versions; 1 is what the first one with a README has left."""
     run = tmp_path / "run"
@@ -75,7 +78,9 @@ def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is
     for path in run.glob("checkpoints/*/manifest.json"):
         manifest = json.loads(path.read_text())
         del manifest["seal"]
-        path.write_bytes(sealed(manifest | {"format": number}))
+        manifest["format"] = number
+        # up to 6 each value had a line
+        path.write_bytes(sealed(manifest) if number > 7 else json.dumps(manifest, indent=1).encode())
 
     def files():
         return {
@@ -83,27 +88,32 @@ def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is
         }
 
     before = files()
-    text = refused(options(tmp_path), f"step-00000003 has format {number}, this code reads 6")
+    text = refused(options(tmp_path), f"step-00000003 has format {number}, this code reads 7")
     assert "another --run-dir" in text
     refused(options(tmp_path / "new", resume=str(run)), f"step-00000003 has format {number}")
     assert main([str(run), "--digest"]) == 2
     assert files() == before
 
 
-def test_a_torn_or_lost_options_json_never_passes_for_another_run(tmp_path):
-    opts, _ = two_checkpoints(tmp_path)
+def test_a_torn_or_lost_options_json_is_made_again_and_never_passes_for_another_run(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
     path = opts.run_dir / "options.json"
     data = path.read_bytes()
     for bit in range(0, len(data) * 8, 331):
         path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])
-        refused(opts, "options.json")
+        refused(replace(opts, seed=1), "could be another run")
     path.write_bytes(data[:50])
-    refused(opts, "could be another run")
+    refused(opts, "data's fingerprint was ffffffffffff, now eeee", fingerprint="e" * 64)
+    for damage in (lambda: path.write_bytes(data[:50]), path.unlink):
+        damage()
+        with a_life(opts, said=(said := [])) as life:
+            assert is_at(life.state, 2)
+        assert path.read_bytes() == data
+        assert "made again from the newest checkpoint" in "".join(said), said
     path.unlink()
+    for manifest in root.glob("*/manifest.json"):
+        manifest.unlink()
     refused(opts, "No such file or directory; without it this could be another run")
-    path.write_bytes(data)
-    assert resumes_at(opts, 2)
-    assert path.read_bytes() == data
 
 
 def test_the_way_to_a_users_file_does_not_count(tmp_path, monkeypatch):
@@ -147,6 +157,34 @@ def test_every_flipped_bit_and_every_swap_between_tensors_changes_the_sum():
             assert fingerprint_of((tensors | {name: changed}).values()) != whole, (name, bit)
     assert fingerprint_of((tensors | {"a": tensors["b"], "b": tensors["a"]}).values()) != whole
     assert torch.tensor([whole]).item() == whole
+
+
+def test_every_exchange_of_two_words_and_every_two_flipped_bits_change_the_sum():
+    words = torch.arange(24)  # as a permutation in a buffer
+    whole = fingerprint_of([words])
+    for i, j in combinations(range(24), 2):
+        exchanged = words.clone()
+        exchanged[[i, j]] = words[[j, i]]
+        assert fingerprint_of([exchanged]) != whole, (i, j)
+    for kind, count in ((torch.float32, 3), (torch.float64, 2), (torch.int64, 2)):
+        bits = torch.ones(count, dtype=kind).view(torch.uint8)
+        whole = fingerprint_of([bits])
+        for i, j in combinations(range(8 * len(bits)), 2):
+            changed = bits.clone()
+            changed[i // 8] ^= 1 << i % 8
+            changed[j // 8] ^= 1 << j % 8
+            assert fingerprint_of([changed]) != whole, (kind, i, j)
+
+
+def test_the_sum_sees_rows_in_another_order_and_signs_also_of_a_tensor_of_several_blocks():
+    rows = torch.randn(3, BLOCK_WORDS)  # 8-byte words: one block and a half
+    signs = torch.ones(2 * BLOCK_WORDS, dtype=torch.float64)
+    whole = {fingerprint_of([rows[list(order)]]) for order in permutations(range(3))}
+    assert len(whole) == 6
+    for i, j in ((0, 1), (BLOCK_WORDS - 1, BLOCK_WORDS), (5, BLOCK_WORDS + 5)):
+        flipped = signs.clone()
+        flipped[[i, j]] = -1.0
+        assert fingerprint_of([flipped]) != fingerprint_of([signs]), (i, j)
 
 
 def test_the_sum_does_not_depend_on_where_or_how_a_tensor_lies():

@@ -21,7 +21,7 @@ import common
 
 DEADLINE = 100
 HOUSE = Path(common.__file__).parent
-MODULES = ["world", "world.world", "checkpoint", "store", "rescue"] + [
+MODULES = ["sealed", "world", "world.world", "checkpoint", "store", "rescue"] + [
     f"{room}.{path.stem}" for room in ("checkpoint", "store") for path in (HOUSE / room).glob("[a-z]*.py")
 ]
 CRASH = "crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole"
@@ -78,7 +78,7 @@ MUTANTS = {
         "pool.map(act, items)",
         BITS,
     ),
-    "the seal is ignored": ("checkpoint.disk:unseal", "sealed(value) != data", "False", BITS),
+    "the seal is ignored": ("sealed:unsealed", "text + _seal(text) != data", "False", BITS),
     "rows may be missing": ("checkpoint.layout:Layout.check", "spec != specs.get(name)", "False", ROWS),
     "what cannot be read is taken for damaged": (
         "checkpoint.disk:patient",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import sha256
 from types import SimpleNamespace
 
+import common.run
 import pytest
 import torch
 from ranks import fork_ranks
@@ -31,7 +32,6 @@ from stores import (
 )
 from torch import nn
 
-import common.run
 import train_ddp
 import train_mp
 from common.checkpoint import read_facts, tensors

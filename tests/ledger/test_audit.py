@@ -3,10 +3,12 @@ fail.
 """
 
 import json
+import os
 
 import pytest
 from jobs import CLEAN
 
+from common.checkpoint.disk import sync_lines
 from common.extras.audit import audit
 from common.extras.report import main
 from common.ledger import Audit, Ledger
@@ -78,7 +80,7 @@ def test_lost_and_redone_steps_are_counted_and_what_was_not_noted_is_unproven(tm
 
 def doctor(run, life, rank, step, event, change):
     """Rewrite one audit file: `change` gets the ids of such a note and returns lists of ids in its place."""
-    path = run / "audit" / f"life-{life}-rank{rank}.jsonl"
+    path = run / "audit" / life / f"rank{rank}.jsonl"
     lines = []
     for note in map(json.loads, path.read_text().splitlines()):
         if note["event"] == event and note["step"] == step:
@@ -117,10 +119,10 @@ def test_a_doctored_note_is_found(run, life, rank, step, event, change, expected
 
 
 def test_torn_lines_copies_and_missing_files_of_a_rank_are_no_missed_samples(run):
-    path = run / "audit" / "life-cc-rank0.jsonl"
+    path = run / "audit/cc/rank0.jsonl"
     with path.open("a") as file:
         file.write('{"event": "begin", "step": 21, "ids": [1, 2')  # died while it began a step
-    path.with_name("life-cc-rank0 (copy).jsonl").write_text(path.read_text())
+    path.with_name("rank0 (copy).jsonl").write_text(path.read_text())
     assert audit(run) == CLEAN
     Ledger(run).event("save", step=20)
     path.unlink()
@@ -129,9 +131,10 @@ def test_torn_lines_copies_and_missing_files_of_a_rank_are_no_missed_samples(run
 
 def test_nodes_with_folders_of_their_own_are_audited_together(run, tmp_path):
     other = tmp_path / "node1"
-    (other / "audit").mkdir(parents=True)
-    for path in (run / "audit").glob("*-rank1.jsonl"):
-        path.rename(other / "audit" / path.name)
+    for path in (run / "audit").glob("*/rank1.jsonl"):
+        there = other / path.relative_to(run)
+        there.parent.mkdir(parents=True)
+        path.rename(there)
     assert set(audit(run)) == {*CLEAN, "unproven"} and main([str(run), "--audit"]) == 1
     assert audit(run, other) == CLEAN
     assert main([str(run), str(other), str(run), "--audit"]) == 0, "a folder counts once"
@@ -149,3 +152,29 @@ def test_what_cannot_be_audited_is_refused_in_words(tmp_path, capsys):
     is_refused()
     Audit(tmp_path, "aa", 0).begin(1, [1])  # no step was finished
     assert "train with --audit, or Elastic(audit=True)" in is_refused()
+
+
+@pytest.mark.parametrize(
+    "line", ['{"event": "begin", "ids": [1]}', '{"event": "begin", "step": 17}', "[" * 100_000]
+)
+def test_a_note_that_is_damaged_proves_nothing_and_ends_no_audit(run, line):
+    path = run / "audit/cc/rank0.jsonl"
+    text = path.read_text()
+    path.write_text(f"{line}\n{text}")
+    assert audit(run) == CLEAN
+    path.write_text(f"{line}\n")
+    Ledger(run).event("save", step=20)
+    assert audit(run).keys() == {*CLEAN, "unproven"}
+
+
+def test_a_save_looks_at_the_notes_of_its_own_life_alone(tmp_path, monkeypatch):
+    for life in ("aa", "bb", "cc"):
+        for rank in range(3):
+            Audit(tmp_path, life, rank).begin(1, [1])
+    looked = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *args: [looked.append(str(path)), real(path, *args)][1])
+    sync_lines(tmp_path, "bb")
+    assert sorted(path.removeprefix(f"{tmp_path}/audit/") for path in looked if "rank" in path) == [
+        f"bb/rank{rank}.jsonl" for rank in range(3)
+    ]

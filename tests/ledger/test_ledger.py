@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from jobs import PACED, ran
 
-from common.checkpoint.disk import sealed
 from common.extras.report import main, summarize
 from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives
 from common.ledger.ledger import lines_back, read
 from common.options import Options
 from common.place import start_of
+from common.sealed import sealed
 
 HOUSE = Path(__file__).parents[2]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from jobs import ROOT, rows
@@ -236,3 +237,30 @@ def test_tensorboard_curves_that_cannot_be_written_cost_one_warning(tmp_path, mo
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     life(options(tmp_path, tensorboard=True), 0, 5)
     assert capsys.readouterr().err.count("no curves for TensorBoard") == 1 and len(steps(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ['{"step": "x"}', '{"step": null}', '{"step": [1], "epoch": 1}', '["step"]', '{"event":' * 100_000],
+    ids=["a word", "null", "a list", "no object", "deep"],
+)
+def test_an_odd_line_stops_no_start_and_is_gone(tmp_path, odd):
+    opts = Options(run_dir=tmp_path, progress="off", tensorboard=False)
+    with closing(Log(opts, 0, 0, 9)) as log:
+        log.step({"step": 1, "epoch": 0, "loss": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(f"{odd}\n")
+    with closing(Log(opts, 0, 1, 9)) as log:
+        log.step({"step": 2, "epoch": 0, "loss": 1.0})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_a_life_changes_the_rights_of_its_own_curves_alone(tmp_path, monkeypatch):
+    changed = []
+    real = Path.chmod
+    monkeypatch.setattr(Path, "chmod", lambda path, mode: [changed.append(path), real(path, mode)])
+    for life in range(3):
+        with closing(Log(Options(run_dir=tmp_path, progress="off"), 0, life, 9)) as log:
+            log.step({"step": life + 1, "epoch": 0, "loss": 1.0})
+    assert len(changed) == len({*changed}) == 3
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "tb").iterdir()} == {0o600}

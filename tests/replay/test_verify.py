@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from jobs import ROOT, events
 
-from common.checkpoint.disk import sealed, sha, to_json
 from common.extras.replay import main
+from common.sealed import sealed, sha, to_json
 
 OWN = """
 import os

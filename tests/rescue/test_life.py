@@ -98,5 +98,5 @@ def test_a_start_that_finds_no_checkpoint_where_one_was_saved_tells_so(jobs, run
             "--no-tensorboard",
             f"--max-steps={steps}",
         ).ends_with(0)
-        assert told == ("step 4 was saved, but no checkpoint is left; training begins again" in said), said
+        assert told == ("step 4 was saved, training goes on at step 0: is a disk missing" in said), said
         shutil.rmtree(run / "checkpoints")

@@ -302,7 +302,7 @@ def lives(run):
 def done_by_rank(run, life):
     """{rank: the last step it did in this life, or 0}, from the ends of the audit files."""
     found = {}
-    for path in (Path(run) / "audit").glob(f"life-{life}-rank*.jsonl"):
+    for path in (Path(run) / "audit" / life).glob("*"):
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
             steps = re.findall(rb'"event": "done", "step": (\d+)', file.read())

@@ -22,13 +22,13 @@ from samples import ALONE, Facts, Samples, Steps, share_of
 import common.elastic as house
 import train_ddp
 import train_mp
-from common.checkpoint.disk import sealed
 from common.errors import guarded
 from common.extras.bits import Slices
 from common.extras.fp16 import Scaler
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
+from common.sealed import sealed
 from common.world import world as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"

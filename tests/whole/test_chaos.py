@@ -7,7 +7,7 @@ import random
 import pytest
 from jobs import CLEAN, PACED, STEPS, audit, events, lives
 
-from tests.chaos import machines
+from tests.chaos import machines, store
 from tests.chaos.__main__ import assert_that_it_struck
 from tests.chaos.director import Campaign
 from tests.chaos.events import SHORT, Event
@@ -26,6 +26,16 @@ def test_machines_that_die_in_bunches_cost_no_sample(jobs):
     campaign.go()
     assert campaign.notes[0].items() >= CLEAN.items() and campaign.notes[0]["lives"] > 1
     assert campaign.tally["cluster launcher"] == 1
+
+
+def test_a_training_struck_at_any_call_that_changes_a_file_or_resumed_with_a_damaged_one_ends_right(
+    jobs, tmp_path
+):
+    bench = store.Bench(jobs, tmp_path)
+    found = store.rows(bench, random.Random(3), every=1000)
+    assert bench.calls > 300 and len({name for name, _ in found}) >= 5
+    for _, act in found:
+        act()
 
 
 @pytest.mark.skipif(bool(machines.why_not()), reason=machines.why_not() or "-")

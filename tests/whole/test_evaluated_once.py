@@ -3,11 +3,11 @@
 import json
 import signal
 
+import common.run as house
 import pytest
 from ranks import fork_ranks
 from test_bitwise import CNN, left_by, life, options
 
-import common.run as house
 import train_ddp
 import train_dp
 import train_mp

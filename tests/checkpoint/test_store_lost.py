@@ -1,0 +1,227 @@
+"""What a run has lost is told, before more is lost: old backups, disks that flip bits, files others share."""
+
+import json
+import os
+import shutil
+import threading
+
+import pytest
+from stores import (
+    a_life,
+    announced_rescue,
+    is_at,
+    options,
+    resumes_at,
+    save,
+    started,
+    steps_of,
+    two_checkpoints,
+    write,
+)
+
+import common.checkpoint.__main__ as command
+from common.checkpoint import fence, reader, tensors
+from common.checkpoint.__main__ import main
+from common.checkpoint.disk import Damaged
+from common.checkpoint.reader import choose
+from common.errors import UserError
+from common.ledger import Ledger
+
+
+def told(opts):
+    said = []
+    with a_life(opts, said=said) as life:
+        Ledger(opts.run_dir).event("life", life=life.store.world.life, world=1, step=life.state.progress.step)
+    return [line for line in said if "an old backup here?" in line]
+
+
+def test_a_run_that_goes_on_from_an_older_step_than_it_has_saved_says_so_once(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        Ledger(opts.run_dir).event("life", life=life.store.world.life, world=1, step=0)
+        save(life, 8)
+        shutil.copytree(opts.run_dir / "checkpoints", tmp_path / "backup")
+        save(life, 12)
+    shutil.rmtree(opts.run_dir / "checkpoints")
+    shutil.copytree(tmp_path / "backup", opts.run_dir / "checkpoints")
+    assert [line.partition(": ")[2] for line in told(opts)] == [
+        "step 12 was saved, training goes on at step 8: is a disk missing, or an old backup here?"
+    ]
+    assert not told(opts)
+    shutil.rmtree(opts.run_dir / "checkpoints")
+    assert "step 8 was saved, training goes on at step 0" in "".join(told(opts))
+
+
+def test_what_this_start_has_put_aside_is_not_told_twice(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        Ledger(opts.run_dir).event("life", life=life.store.world.life, world=1, step=0)
+        save(life, 8)
+        save(life, 12)
+    (opts.run_dir / "checkpoints/step-00000012/model.safetensors").unlink()
+    assert not told(opts)
+
+
+def flip_a_bit(monkeypatch, name):
+    """What a disk does to each file with this name after its sync."""
+    real = tensors.write_file
+
+    def write_file(path, *args):
+        table = real(path, *args)
+        if path.name == name:
+            with open(path, "r+b", buffering=0) as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([last[0] ^ 1]))
+        return table
+
+    monkeypatch.setattr(tensors, "write_file", write_file)
+
+
+def test_a_disk_that_flips_bits_costs_no_older_checkpoint_and_ends_the_run_with_code_4(tmp_path, monkeypatch):
+    opts, root = two_checkpoints(tmp_path)
+    with pytest.raises(UserError) as error, a_life(opts) as life:
+        flip_a_bit(monkeypatch, "model.safetensors")
+        with pytest.raises(Damaged, match="model.safetensors has sha256"):
+            save(life, 3)
+        write(life.store, 4)  # the last one: the clean end tries thrice
+    assert error.value.code == 4
+    assert steps_of(opts) == [2, 1] and not [*root.glob(".life-*")]
+    monkeypatch.undo()
+    assert resumes_at(opts, 2)
+
+
+def test_a_new_checkpoint_is_read_back_before_an_older_one_goes(tmp_path, monkeypatch):
+    opts, _ = two_checkpoints(tmp_path)
+    events = []
+    with a_life(opts) as life:
+        writer = life.store.writer
+        for name in ("commit", "read_back", "prune"):
+            real = getattr(writer, name)
+            monkeypatch.setattr(
+                writer, name, lambda *args, name=name, real=real: [events.append(name), real(*args)][1]
+            )
+        save(life, 3)
+        thread = life.store.saver.pool.submit(threading.current_thread).result()
+    assert events[:3] == ["commit", "read_back", "prune"] and thread is not threading.main_thread()
+
+
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path, monkeypatch):
+    other = tmp_path / "other disk"
+    other.mkdir()
+    opts = options(tmp_path)
+    opts.run_dir.mkdir()
+    (opts.run_dir / "checkpoints").symlink_to(other)
+    real = os.rename
+
+    def rename(source, target):
+        if str(source).startswith(str(opts.run_dir / "checkpoints")) != str(target).startswith(
+            str(opts.run_dir / "checkpoints")
+        ):
+            raise OSError(18, "Invalid cross-device link", str(source))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with a_life(opts) as life:
+        save(life, 1)
+    assert resumes_at(opts, 1) and not [*opts.run_dir.glob(".new-*")]
+    assert (opts.run_dir / "options.json").is_file()
+
+
+def test_a_file_that_a_crash_left_half_made_is_swept(tmp_path):
+    opts, _ = two_checkpoints(tmp_path)
+    (opts.run_dir / ".new-half").write_text("half")
+    assert resumes_at(opts, 2) and not [*opts.run_dir.glob(".new-*")]
+
+
+def test_resuming_does_not_change_a_backup_of_links(tmp_path):
+    opts, _ = two_checkpoints(tmp_path)
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        with open(opts.run_dir / name, "a") as file:
+            file.write('{"event": "note", "step": 2}\n')
+        os.link(opts.run_dir / name, tmp_path / name)
+    backup = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "ledger.jsonl")}
+    with a_life(opts) as life:
+        for name in backup:
+            with open(opts.run_dir / name, "a") as file:
+                file.write("more\n")
+        save(life, 3)
+    assert {name: (tmp_path / name).read_bytes() for name in backup} == backup
+    assert all((opts.run_dir / name).read_bytes().startswith(backup[name]) for name in backup)
+
+
+def test_a_lock_that_lacks_what_this_code_writes_is_a_holder_that_is_not_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(fence, "STALE_SECONDS", 0.1)
+    opts, _ = two_checkpoints(tmp_path)
+    record = json.loads((opts.run_dir / "lock").read_text())
+    del record["process"], record["left"]
+    (opts.run_dir / "lock").write_text(json.dumps(record))
+    assert resumes_at(opts, 2)
+
+
+def test_a_checkpoint_that_a_live_run_deletes_meanwhile_is_not_called_damaged(tmp_path, monkeypatch, capsys):
+    opts, root = two_checkpoints(tmp_path)
+    real = reader.describe
+
+    def describe(step, folder):
+        if step == 2:
+            shutil.rmtree(folder)
+        return real(step, folder)
+
+    for module in (reader, command):
+        monkeypatch.setattr(module, "describe", describe)
+    shutil.copytree(root, tmp_path / "both")
+    assert choose(opts.run_dir, "newest")[0] == 1
+    shutil.rmtree(root)
+    shutil.copytree(tmp_path / "both", root)
+    assert main([str(opts.run_dir)]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("whole") == 1 and "damaged" not in out + err
+
+
+@pytest.mark.parametrize("size", [6, 24])
+def test_at_most_four_survivors_wait_for_a_rescue_however_many_there_are(tmp_path, monkeypatch, size):
+    """The others leave at once; those that are a step further wait on their own account."""
+    path = tmp_path / "rescue.lock"
+    waiting = []
+    go_on = threading.Event()
+    monkeypatch.setattr(fence, "wait_for", lambda *args, **more: (waiting.append(1), go_on.wait(60)))
+    saved = threading.Event()
+    asked = []
+
+    def survive(state):
+        with fence.rescuing(path, lambda: 0, saved.is_set, lambda: state) as is_asked:
+            asked.append(is_asked)
+
+    with fence.rescuing(path, lambda: 0, lambda: False, lambda: "7"):
+        ranks = [threading.Thread(target=survive, args=(state,)) for state in ["7"] * size + ["8"] * size]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(0.0 if len(waiting) >= 8 else 60.0 / len(ranks))
+        while len(asked) < 2 * size - 8:
+            go_on.wait(0.01)
+        assert len(waiting) == 8 and asked == [False] * (2 * size - 8)
+        saved.set()
+        go_on.set()
+        for rank in ranks:
+            rank.join()
+    assert asked.count(True) == 8
+
+
+def test_a_survivor_that_need_not_wait_saves_nothing_and_says_nothing(tmp_path):
+    opts = options(tmp_path)
+    store, state = started(opts)
+    try:
+        held = fence.Held(store.writer.staging / fence.RESCUE)
+        for k in range(fence.MOST_WAITING):
+            (store.writer.staging / f"{fence.WAITING}5-0--1.{k}").touch()
+        assert announced_rescue(store, 5) == "" and steps_of(opts) == []
+        held.close()
+        for path in store.writer.staging.glob(f"{fence.WAITING}*"):
+            path.unlink()
+        assert announced_rescue(store, 5) == "step 5 saved by rank 0" and is_at(state, 5)
+    finally:
+        store.saver.pool.shutdown()
+        store.fence.release()
