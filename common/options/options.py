@@ -147,7 +147,7 @@ class Options:
     lr: float = fixed(None, "learning rate (default: torch.optim's; 0.05 for sgd, 0.001 for a function)")
     momentum: float = fixed(
         None,
-        "momentum of sgd and rmsprop: the share of its last update that a weight repeats (default for sgd: 0.9)",
+        "momentum of sgd and rmsprop: the share of its last update that a weight repeats (default: 0.9 for sgd)",
         below=1,
     )
     weight_decay: float = fixed(0.0, "weight decay: pulls weights towards zero (adamw in torch: 0.01)")
