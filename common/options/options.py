@@ -163,6 +163,9 @@ class Options:
     save_seconds: int = free(300, "seconds between checkpoints; 0: off")
     keep: int = free(3, "checkpoints to keep", low=2)
     keep_every: int = free(0, "steps between checkpoints that are kept for good; 0: off")
+    copy_to: str = free(
+        "", "URL that gets each checkpoint, too, as s3://BUCKET/RUN; an empty run folder starts from there"
+    )
     digest_every: int = free(
         0, "steps between fingerprints of the state in the ledger; 0: off", scripts="ddp dp"
     )
