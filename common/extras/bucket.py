@@ -1,8 +1,8 @@
 """Copies the run to a bucket, for machines whose disk ends with them (--copy-to URL).
 
-From each checkpoint that is whole on the disk to URL, and from URL to a run folder that has none. What lies at
-URL is a run folder, too: options.json, the logs, checkpoints/step-N/. A manifest is copied last: a checkpoint
-without one does not count.
+From each checkpoint that is whole on the disk to URL, and from URL to a run folder that has none. URL is a
+run folder, too: options.json, the logs, checkpoints/step-N/, with options of their own: files may be torn
+that are written again. A manifest is copied last: a checkpoint without one does not count.
 
 A thread of its own copies. A bucket that is slow or away stops nothing: one warning, and the next save tries
 again. It is trusted no more than a disk: a start copies a checkpoint aside, compares each byte with its
@@ -22,7 +22,8 @@ from fsspec.core import url_to_fs
 from common.checkpoint import Damaged, checkpoints, describe, newest_first, read_facts
 from common.errors import UserError, blamed, one_line, say, warn
 
-LOGS = ["options.json", "ledger.jsonl", "metrics.jsonl"]
+OPTIONS = "options.json"
+LOGS = [OPTIONS, "ledger.jsonl", "metrics.jsonl"]
 STATE = "state.json"
 MANIFEST = "manifest.json"
 END_SECONDS = 600.0  # an ending process waits no longer; its launcher may allow less
@@ -32,7 +33,7 @@ class Bucket:
     """What lies at a URL, as this rank copies to it what `saver` has written to the disk."""
 
     def __init__(self, url: str, saver: Any) -> None:
-        with blamed(f"--copy-to {url}", "install that with pip, or give a URL that needs nothing more"):
+        with blamed(f"--copy-to {url}", "pip install what reaches it, as s3fs or gcsfs, or give another URL"):
             self.files, self.root = url_to_fs(url, use_listings_cache=False)
         self.url = url
         self.saver = saver
@@ -45,7 +46,8 @@ class Bucket:
     # ---- from the disk ----
     def follow(self, *gone: str) -> None:
         """Lets the thread delete what is `gone`, and copy the newest checkpoint and the logs."""
-        self.jobs.put(gone)
+        if gone or self.jobs.empty():  # one that waits will see the newest, too
+            self.jobs.put(gone)
 
     def end(self, *gone: str) -> None:
         """The last copy of this process: waits for it, and says what became of it."""
@@ -79,13 +81,16 @@ class Bucket:
             names = self._names()
             newest = self._newest(names)
             place = f"checkpoints/{folder.name}"
-            paths = [log for log in LOGS if (self.disk / log).exists()]
-            if newest != manifest:  # the manifest last: the logs tell of each step in a checkpoint
-                paths = [f"{place}/{file}" for file in (*tables, STATE)] + paths + [f"{place}/{MANIFEST}"]
+            sources = {log: self.disk / log for log in LOGS if (self.disk / log).exists()}
+            if newest != manifest:
+                own = {f"{place}/{file}": folder / file for file in (*tables, STATE)}
+                own[f"{place}/{OPTIONS}"] = self.disk / OPTIONS
+                # the manifest last: the logs tell of each step in a checkpoint
+                sources = own | sources | {f"{place}/{MANIFEST}": folder / MANIFEST}
             self.files.makedirs(f"{self.root}/{place}", exist_ok=True)
             with ExitStack() as opened:  # all at once: the disk may delete them meanwhile
-                sources = [opened.enter_context(open(self.disk / path, "rb")) for path in paths]
-                for path, source in zip(paths, sources, strict=True):
+                files = {path: opened.enter_context(open(sources[path], "rb")) for path in sources}
+                for path, source in files.items():
                     file = path.rpartition("/")[2]
                     target = f"{self.root}/{path}"
                     if file in tables and tables[file] == newest["files"].get(file):
@@ -161,17 +166,22 @@ class Bucket:
         step = step_of(name)
         aside = self.writer.staging / name
         aside.mkdir(0o700)
-        with suppress(Damaged, FileNotFoundError):  # `describe` says what
-            for file in (MANIFEST, STATE):
+        try:
+            for file in (MANIFEST, STATE, OPTIONS):
                 self._get(f"checkpoints/{name}/{file}", aside / file)
             for file in read_facts(step, aside)[0]["files"]:
                 self._get(f"checkpoints/{name}/{file}", aside / file)
+            self.writer.read_sealed(aside / OPTIONS)
+        except (Damaged, FileNotFoundError) as error:
+            say(f"{self.url}: {name}  damaged: {error}")
+            return False
         whole, line = describe(step, aside)
         say(f"{self.url}: {line}")
         if whole:
-            for log in LOGS:
+            for log in LOGS[1:]:
                 with suppress(FileNotFoundError):
                     self._get(log, self.disk / log)
+            os.rename(aside / OPTIONS, self.disk / OPTIONS)
             os.sync()
             os.rename(aside, self.writer.root / name)
         return whole

@@ -8,7 +8,7 @@ from common.data import Batch
 from common.data.loading import forward_sizes
 from common.data.samples import Samples as Split
 from common.sampler import share
-from common.training import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer, find_task
 from common.world import World
 
 CPU = torch.device("cpu")
@@ -54,5 +54,6 @@ class Samples(Split):
         return self.x[list(ids)], self.y[list(ids)]
 
 
-def state_of(net, opts, samples=100, **more):
-    return TrainState(net, build_optimizer(net, opts), opts, samples, **more)
+def state_of(net, opts, samples=100, task=None, **more):
+    optimizer = build_optimizer(net, opts)
+    return TrainState(net, optimizer, opts, samples, task or find_task(opts), **more)
