@@ -32,6 +32,7 @@ EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported o
     "tokens": "common.extras.text:refuse_unshifted",
     "workers": "common.extras.workers:from_workers",
     "copy_to": "common.extras.bucket:Bucket",
+    "pace": "common.extras.pace:Pace",  # of several ranks
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 NAMES: dict[str, Collection[str]] = {  # of the flags that also take path/to/file.py:function
