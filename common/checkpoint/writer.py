@@ -249,19 +249,10 @@ class Writer:
             os.rename(passing, aside)
 
     def prune(self, step: int, keep: int, every: int, agreed: int) -> None:
-        """Deletes older checkpoints, and then what was put aside, too.
-
-        Kept are this step, the newest `keep`, one `every` so many steps, the best, and the newest one up to
-        the step on which all ranks `agreed`.
-        """
+        """Deletes checkpoints that need not be kept, and then what was put aside, too."""
         choices = committed(self.root)
-        latest = dict(reversed(choices))  # of each step the latest facts
-        steps = sorted(latest, reverse=True)
-        best = best_of(choices).get("step")
-        newest_agreed = max((number for number in steps if number <= agreed), default=step)
-        kept = {step, best, newest_agreed, *steps[:keep]}
-        kept |= {number for number in steps if every and number % every == 0}
-        extra = [folder for number, folder in choices if number not in kept or latest[number] != folder]
+        kept = self.kept(choices, step, best_of(choices).get("step"), keep, every, agreed)
+        extra = [folder for _, folder in choices if folder not in kept]
         if extra:
             extra += self.root.glob(f"{ASIDE}*")
         for folder in extra:
@@ -269,3 +260,16 @@ class Writer:
             with suppress(OSError):
                 os.rename(folder, gone)  # a crash in mid-deletion leaves no half checkpoint
                 delete(gone)
+
+    @staticmethod
+    def kept(choices: list, step: int, best: int | None, keep: int, every: int, agreed: int) -> list:
+        """The folders among the `choices`, (step, folder), newest first, that need to be kept.
+
+        These are this step, the newest `keep`, one `every` so many steps, the best, and the newest one up to
+        the step on which all ranks `agreed`.
+        """
+        latest = dict(reversed(choices))  # of each step the latest facts
+        steps = sorted(latest, reverse=True)
+        newest_agreed = max((number for number in steps if number <= agreed), default=step)
+        kept = {step, best, newest_agreed, *steps[:keep]}
+        return [latest[number] for number in steps if number in kept or every and number % every == 0]

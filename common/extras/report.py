@@ -17,6 +17,7 @@ from collections import defaultdict
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from statistics import median
 
 from common.errors import UserError, run_command
 from common.extras.audit import audit
@@ -31,7 +32,10 @@ STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names 
 BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
 
 
-RECENT = 10  # entries of the clock that the rate is taken from
+RECENT = 10  # entries of the clock that the rate and the slow rank are taken from
+
+
+SLOW_TIMES = 1.2  # the median: from there on a rank is named
 
 
 RUNNING = {"training", "silent", "dead"}  # states of a run that has not ended well
@@ -123,6 +127,8 @@ def report(facts):
     if state["state"] == "silent":
         yield f"last heard of {span(state['heard_s'])} ago, from {', '.join(state['hosts'])}: look there"
     yield f"pids {' '.join(map(str, state['pids'].values()))}"
+    if state["slow"]:
+        yield "rank {rank} on {host}: {times:.1f} x the median".format(**state["slow"])
     yield (
         f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saves {len(facts['saves'])}, "
         f"rescues {len(facts['rescues'])}"
@@ -277,8 +283,19 @@ def now(lives, events, told):
         "world": life["world"],
         "hosts": sorted({*life["hosts"]}),
         "pids": pids,
+        "slow": slow(life, entries),
         "best": [{"best": {}}, *named(told, "best")][-1]["best"],
     }
+
+
+def slow(life, entries):
+    """The rank that was the slowest in most of these entries, with its host and the median; or None."""
+    seen = [(entry["slow_rank"], entry["slow_times"]) for entry in entries if "slow_rank" in entry]
+    for rank in {*dict(seen)}:
+        times = [x for slowest, x in seen if slowest == rank]
+        if 2 * len(times) > len(seen) and median(times) >= SLOW_TIMES:
+            return {"rank": rank, "host": life["hosts"][rank], "times": median(times)}
+    return None
 
 
 def _running(life):

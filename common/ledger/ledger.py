@@ -160,6 +160,7 @@ class Clock:
         self.entered = 0.0  # the last entry; 0 before the first step
         self.step = 0
         self.spent = defaultdict(float)  # seconds since the last entry
+        self.slow: Record = {}  # which rank is the slowest, and how many times the median it takes
 
     def timed(self, batches: Iterable) -> Iterator:
         """The same batches, and the time between them is measured."""
@@ -195,6 +196,6 @@ class Clock:
         """An entry in the ledger: the seconds since the last one."""
         if self.ledger is not None and self.spent:
             seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items()}
-            self.ledger.event("steps", step=self.step, **seconds)
+            self.ledger.event("steps", step=self.step, **seconds, **self.slow)
             self.spent.clear()
             self.entered = time.monotonic()

@@ -55,8 +55,8 @@ class Log:
         for text in lines:
             self.note(text)
 
-    def step(self, record: Record) -> None:
-        """Log a step: numbers by name (step, epoch, loss, acc, lr, ...)."""
+    def step(self, record: Record, **more: float) -> None:
+        """Log a step: numbers by name (step, epoch, loss, acc, lr, ...); TensorBoard gets `more`."""
         if not self.speaks:
             return
         now = time.monotonic()
@@ -64,7 +64,7 @@ class Log:
         before, step_before = self.previous
         self.previous = now, step
         rate = (step - step_before) * self.opts.global_batch_size / max(1e-9, now - before)
-        self._keep(record, samples_per_s=rate)
+        self._keep(record, samples_per_s=rate, **more)
         seconds = (self.total - step) * (now - self.began) / max(1, step - self.first)
         shown = [
             f"epoch {record['epoch'] + 1}/{self.opts.epochs}",

@@ -147,7 +147,7 @@ class Options:
     lr: float = fixed(None, "learning rate (default: torch.optim's; 0.05 for sgd, 0.001 for a function)")
     momentum: float = fixed(
         None,
-        "momentum of sgd and rmsprop: the share of its last update that a weight repeats (default: 0.9 for sgd)",
+        "momentum: the share of its last update that a weight repeats (default for sgd: 0.9)",
         below=1,
     )
     weight_decay: float = fixed(0.0, "weight decay: pulls weights towards zero (adamw in torch: 0.01)")
@@ -185,6 +185,9 @@ class Options:
     save_seconds: int = free(300, "seconds between checkpoints; 0: off")
     keep: int = free(3, "checkpoints to keep", low=2)
     keep_every: int = free(0, "steps between checkpoints that are kept for good; 0: off")
+    copy_to: str = free(
+        "", "URL that gets each checkpoint, too, as s3://BUCKET/RUN; an empty run folder starts from there"
+    )
     digest_every: int = free(
         0, "steps between fingerprints of the state in the ledger; 0: off", scripts="ddp dp"
     )

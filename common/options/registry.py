@@ -38,6 +38,7 @@ EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported o
     "pin": "common.extras.bits:pin",  # with virtual_ranks
     "bit_facts": "common.extras.bits:facts",  # likewise
     "cross_check": "common.extras.votes:VotedGradient",
+    "copy_to": "common.extras.bucket:Bucket",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 NAMES: dict[str, Collection[str]] = {  # of the flags that also take path/to/file.py:function

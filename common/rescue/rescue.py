@@ -110,6 +110,7 @@ class Rescue:
             if self.world.rank == 0:
                 progress = self.state.progress
                 self.ledger.event("done", step=progress.step, finished=progress.finished)
+                self.store.copy()
             self._delete_request("stop")
             self.store.release()  # not before all have met: a survivor needs the staging folder
         elif kind is None:
@@ -176,7 +177,8 @@ class Rescue:
             way, cause = self._end_of_the_peer()
         event, words, code = way.value
         self.ledger.event(event, step=self.state.progress.step, why=cause)
-        if words and self._is_first(saved):
+        is_first = words and self._is_first(saved)
+        if is_first:
             death = self.watch.lifelines.death
             if death.killed:  # it could not note its own end
                 self.ledger.event("death", rank=death.rank, why=death.how)
@@ -184,6 +186,8 @@ class Rescue:
             say(line, sys.stdout if way is WayOut.STOPPED else sys.stderr)
             note_reason(line)
         self.ledger.event("left", stepped=round(self.state.progress.stepped, 3))
+        if is_first and (way is WayOut.STOPPED or not here().agent):  # else the next life does it
+            self.store.copy()
 
         if code == ALL_SAVED:
             code = saved.failure or ALL_SAVED

@@ -15,6 +15,7 @@ import torch
 from common.checkpoint import Image, Still, specs_of
 from common.device import is_gpu
 from common.errors import UserError, say
+from common.options import extra
 
 MOST_FAILURES = 3  # saves that fail in a row: then the run stops with exit code 4
 STEP_SECONDS = 10.0  # a rescue waits for a step of the main thread, unless it uses no CPU for so long
@@ -45,6 +46,8 @@ class Saver:
         self.agreed = -1  # the newest step on which all ranks agreed; a checkpoint of it is kept
         self.error = None  # of the last save, until `report` has told it
         self.failures = 0  # in a row
+        copy_to = state.opts.copy_to
+        self.bucket = extra("copy_to")(copy_to, self) if copy_to else None  # follows what is saved
 
     # ---- while training continues -----------------------------------------------------------------
     def allocate(self):
@@ -95,6 +98,8 @@ class Saver:
             seconds = round(time.monotonic() - self.saved_at, 3)
             self.ledger.event("save", step=facts["step"], save_s=seconds)
             self.failures = 0
+            if self.bucket and not self.rank:
+                self.bucket.follow()
         except Exception as error:
             self._note_failure(error)
 

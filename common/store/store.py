@@ -22,7 +22,7 @@ from common.store.identity import identify
 from common.store.load import lay_out, load
 from common.store.saver import Saver
 from common.training import TrainState
-from common.world import World, bit_facts, fingerprint_of, gather, same_everywhere
+from common.world import WATCHED, World, bit_facts, fingerprint_of, gather, same_everywhere
 
 
 class CheckpointStore:
@@ -63,13 +63,15 @@ class CheckpointStore:
             opts.facts_of_the_run(),
         )
         self.writer = Writer(self.fence, opts.identity(), layout)
+        self.saver = Saver(state, self.writer, self.ledger, world)
+        if opts.copy_to:
+            world.set_patience(WATCHED)  # rank 0 may download for long
         with world.all_or_none():
             if world.rank == 0:
                 self._own()
         with world.all_or_none():
             if world.local_rank == 0 and world.rank:  # the first ranks of other nodes
                 self._own()
-        self.saver = Saver(state, self.writer, self.ledger, world)
         loaded = load(state, world, Reader(layout, world.local_size, self.writer.run), self.owns)
         identity, *_ = gather(world, self.identity)
         began = loaded.facts["origin"]["began"] if loaded.facts else opts.resume  # "auto": at step 0
@@ -85,6 +87,8 @@ class CheckpointStore:
         self.compare_replicas()
         if loaded.facts and self.owns:  # so that each folder has it
             self.save()
+        if self.saver.bucket and not world.rank:  # a rescue may have left something
+            self.saver.bucket.follow()
         return loaded.source
 
     def _own(self):
@@ -94,8 +98,12 @@ class CheckpointStore:
         try:
             if not self.fence.elect(rank):
                 return
+            if self.saver.bucket and not rank and not self.opts.is_bound:
+                self.fence.claim()
+                self.saver.bucket.fetch()
             self.identity = identify(self.opts, self.fingerprint, self.code, self.world.device, self.writer)
-            self.fence.claim()
+            if not self.fence.held:
+                self.fence.claim()
             self.writer.put_sealed(run_dir / "options.json", marked(self.identity))
         except (OSError, Damaged, UserError) as error:
             self.fence.release()
@@ -170,6 +178,7 @@ class CheckpointStore:
         spoiled = error if isinstance(error, UserError) else UserError("the ranks' weights differ", code=1)
         self.state.spoil(spoiled)
         self.saver.wait()
+        gone = []
         for step, folder in checkpoints(self.opts.run_dir):
             if self.owns and step > self.saver.agreed >= 0:
                 say(
@@ -177,6 +186,9 @@ class CheckpointStore:
                     f"(step {self.saver.agreed}); put aside"
                 )
                 self.writer.put_aside(folder)
+                gone.append(folder.name)
+        if self.saver.bucket and gone:
+            self.saver.bucket.end(*gone)
         raise error
 
     # ---- saving -----------------------------------------------------------------------------------
@@ -224,6 +236,11 @@ class CheckpointStore:
             return self.saver.rescue(why)
         finally:
             self.fence.leave()
+
+    def copy(self) -> None:
+        """--copy-to: waits for the copy of the newest checkpoint, and says whether it is there."""
+        if self.saver.bucket:
+            self.saver.bucket.end()
 
     def close(self) -> None:
         """Ends the writer thread, once the last save is on the disk or has failed three times."""

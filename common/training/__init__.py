@@ -3,6 +3,7 @@
 from common.training.evaluate import evaluate
 from common.training.memory import Thing
 from common.training.optimizer import build_optimizer
+from common.training.pace import Pace
 from common.training.replicas import Called, on_device, prepare
 from common.training.state import TrainState
 from common.training.step import Gradient, gradients_of, placed

@@ -13,7 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from jobs import PACED, ran
+from jobs import PACED, free_port, ran
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.extras.report import main, summarize
 from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives
@@ -132,6 +133,46 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
     said = capsys.readouterr()
     assert said.out == "1\n" if found == 0 else f"rank 0 does not run on this machine ({state})" in said.err
     assert main([str(tmp_path), "--pid=1"]) == 2
+
+
+def test_a_rank_is_named_that_is_the_slowest_in_most_entries_and_by_a_fifth(tmp_path, capsys):
+    entries = [(1, 1.3), (1, 1.5), (0, 9.0), (1, 1.4)]
+
+    def told(entries):
+        events = [
+            at(1010 + i, "steps", step=i, slow_rank=r, slow_times=x) for i, (r, x) in enumerate(entries)
+        ]
+        write(tmp_path, KILLED[0], at(1003, "steps", step=1), *events)
+        assert main([str(tmp_path)]) == 0
+        report = capsys.readouterr().out
+        assert main([str(tmp_path), "--html", str(tmp_path / "page")]) == 0
+        slow = summarize(tmp_path)["now"]["slow"]
+        line = "rank 1 on y: 1.4 x the median"
+        assert (line in report) == (line in (tmp_path / "page").read_text()) == bool(slow)
+        return slow
+
+    assert told(entries) == {"rank": 1, "host": "y", "times": 1.4}
+    assert told([(1, 1.1)] * 5) is None and told([(1, 2.0), (0, 2.0)]) is None and told([]) is None
+
+
+def test_one_of_three_ranks_that_is_slowed_down_is_named(jobs, tmp_path):
+    run = tmp_path / "run"
+    words = ["train_ddp.py", *PACED, f"--run-dir={run}", "--max-steps=8"]
+    words.remove("--no-tensorboard")
+    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        jobs.python(*words, **place, RANK=str(rank), PACE=pace)
+        for rank, pace in enumerate(("0.1", "0.4", "0.1"))
+    ]
+    for job in ranks:
+        job.ends_with(0)
+    slow = summarize(run)["now"]["slow"]
+    assert (slow["rank"], slow["host"]) == (1, socket.gethostname()) and slow["times"] > 1.5
+    curves = EventAccumulator(str(run / "tb")).Reload()
+    points = [(point.step, point.value) for point in curves.Scalars("train/slow_times")]
+    assert [step for step, _ in points] == [*range(1, 9)] and sum(times > 1.5 for _, times in points) > 4
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert not [name for row in rows for name in row if "slow" in name], "they are as at any world size"
 
 
 def test_the_object_for_programs_has_the_fields_that_are_documented_and_makes_a_textfile(tmp_path):

@@ -1,0 +1,192 @@
+"""Copies the run to a bucket, for machines whose disk ends with them (--copy-to URL).
+
+From each checkpoint that is whole on the disk to URL, and from URL to a run folder that has none. URL is a
+run folder, too: options.json, the logs, checkpoints/step-N/, with options of their own: files may be torn
+that are written again. A manifest is copied last: a checkpoint without one does not count.
+
+A thread of its own copies. A bucket that is slow or away stops nothing: one warning, and the next save tries
+again. It is trusted no more than a disk: a start copies a checkpoint aside, compares each byte with its
+hashes, gives it its name, and then loads it as any other. Each run needs a URL of its own: no fence stands
+between two jobs that copy to one.
+"""
+
+import os
+import threading
+import time
+from contextlib import ExitStack, suppress
+from queue import Queue
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from common.checkpoint import Damaged, checkpoints, describe, newest_first, read_facts
+from common.errors import UserError, blamed, one_line, say, warn
+
+OPTIONS = "options.json"
+LOGS = [OPTIONS, "ledger.jsonl", "metrics.jsonl"]
+STATE = "state.json"
+MANIFEST = "manifest.json"
+END_SECONDS = 600.0  # an ending process waits no longer; its launcher may allow less
+
+
+class Bucket:
+    """What lies at a URL, as this rank copies to it what `saver` has written to the disk."""
+
+    def __init__(self, url: str, saver: Any) -> None:
+        with blamed(f"--copy-to {url}", "pip install what reaches it, as s3fs or gcsfs, or give another URL"):
+            self.files, self.root = url_to_fs(url, use_listings_cache=False)
+        self.url = url
+        self.saver = saver
+        self.writer = saver.writer
+        self.disk = self.writer.root.parent
+        self.error = ""  # of the last copy
+        self.jobs: Queue[tuple[str, ...]] = Queue()
+        threading.Thread(target=self._work, daemon=True, name="bucket").start()
+
+    # ---- from the disk ----
+    def follow(self, *gone: str) -> None:
+        """Lets the thread delete what is `gone`, and copy the newest checkpoint and the logs."""
+        if gone or self.jobs.empty():  # one that waits will see the newest, too
+            self.jobs.put(gone)
+
+    def end(self, *gone: str) -> None:
+        """The last copy of this process: waits for it, and says what became of it."""
+        say(f"copying the newest checkpoint to {self.url}")
+        self.follow(*gone)
+        deadline = time.monotonic() + END_SECONDS
+        while self.jobs.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        error = "there was no time" if self.jobs.unfinished_tasks else self.error
+        say(f"it is not there: {error}" if error else "it is there")
+
+    def _work(self):
+        while True:
+            gone = self.jobs.get()
+            try:
+                self._copy(gone)
+                self.error = ""
+            except UserError as error:  # ends the training
+                self.saver.error = error
+            except Exception as error:
+                if not self.error:
+                    warn(f"{self.url}: {one_line(error)}; training continues, each save tries again", True)
+                self.error = one_line(error)
+            self.jobs.task_done()
+
+    def _copy(self, gone):
+        self._delete(gone)
+        for step, folder in checkpoints(self.disk)[:1]:
+            manifest, facts = read_facts(step, folder)
+            tables = manifest["files"]
+            names = self._names()
+            newest = self._newest(names)
+            place = f"checkpoints/{folder.name}"
+            sources = {log: self.disk / log for log in LOGS if (self.disk / log).exists()}
+            if newest != manifest:
+                own = {f"{place}/{file}": folder / file for file in (*tables, STATE)}
+                own[f"{place}/{OPTIONS}"] = self.disk / OPTIONS
+                # the manifest last: the logs tell of each step in a checkpoint
+                sources = own | sources | {f"{place}/{MANIFEST}": folder / MANIFEST}
+            self.files.makedirs(f"{self.root}/{place}", exist_ok=True)
+            with ExitStack() as opened:  # all at once: the disk may delete them meanwhile
+                files = {path: opened.enter_context(open(sources[path], "rb")) for path in sources}
+                for path, source in files.items():
+                    file = path.rpartition("/")[2]
+                    target = f"{self.root}/{path}"
+                    if file in tables and tables[file] == newest["files"].get(file):
+                        self.files.copy(f"{self.root}/checkpoints/{names[0]}/{file}", target)
+                    else:
+                        self.files.put_file(f"/proc/self/fd/{source.fileno()}", target)
+            self._prune(step, facts["best"]["step"])
+
+    def _prune(self, step, best):
+        """As on the disk; and what an upload that was killed has left."""
+        opts = self.saver.state.opts
+        whole = [(step_of(name), name) for name in self._names()]
+        kept = self.writer.kept(whole, step, best, opts.keep, opts.keep_every, self.saver.agreed)
+        self._delete([name for name in self._names("") if name not in kept and step_of(name) <= step])
+
+    def _delete(self, names):
+        for name in names:
+            with suppress(FileNotFoundError):
+                self.files.rm(f"{self.root}/checkpoints/{name}", recursive=True)
+
+    # ---- what is there ----
+    def _names(self, file=MANIFEST):
+        """The checkpoints that have such a file, newest first."""
+        paths = self.files.find(f"{self.root}/checkpoints")
+        return newest_first([path.split("/")[-2] for path in paths if path.endswith(file)])
+
+    def _newest(self, names):
+        """The manifest of the first one; UserError if it is another run's."""
+        seen = self.writer.staging / f"seen{self.saver.rank}"
+        for name in names[:1]:
+            self._get(f"checkpoints/{name}/{MANIFEST}", seen)
+            with suppress(Damaged):
+                manifest = self.writer.read_sealed(seen)
+                if manifest["run"] != self.writer.run:
+                    raise UserError(f"--copy-to {self.url} has another run\ngive each run a URL of its own")
+                return manifest
+        return {"files": {}}
+
+    def _get(self, path, target):
+        target.touch(0o600)
+        self.files.get_file(f"{self.root}/{path}", str(target))
+
+    # ---- to the disk ----
+    def fetch(self) -> None:
+        """Brings the newest checkpoint that verifies, the best one and the logs to a folder without any.
+
+        UserError if none verifies, or if nobody knows: the bucket is away.
+        """
+        try:
+            names = self._names()
+            self._newest(names)
+            found = next(filter(self._fetch, names), None)
+            if found:
+                best = read_facts(step_of(found), self.writer.root / found)[1]["best"]["step"]
+                [*map(self._fetch, [name for name in names if step_of(name) == best and name != found])]
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"--copy-to {self.url} cannot be read: {one_line(error)}\n"
+                f"{self.disk} has no checkpoint, that URL may have some: start again once it can be read",
+                code=1,
+            ) from error
+        if names and not found:
+            raise UserError(
+                f"--copy-to {self.url}: {len(names)} checkpoints found, none verifies\n"
+                "to start afresh, give another URL",
+                code=3,
+            )
+
+    def _fetch(self, name):
+        """Whether this checkpoint is whole, and now on the disk, too."""
+        step = step_of(name)
+        aside = self.writer.staging / name
+        aside.mkdir(0o700)
+        try:
+            for file in (MANIFEST, STATE, OPTIONS):
+                self._get(f"checkpoints/{name}/{file}", aside / file)
+            for file in read_facts(step, aside)[0]["files"]:
+                self._get(f"checkpoints/{name}/{file}", aside / file)
+            self.writer.read_sealed(aside / OPTIONS)
+        except (Damaged, FileNotFoundError) as error:
+            say(f"{self.url}: {name}  damaged: {error}")
+            return False
+        whole, line = describe(step, aside)
+        say(f"{self.url}: {line}")
+        if whole:
+            for log in LOGS[1:]:
+                with suppress(FileNotFoundError):
+                    self._get(log, self.disk / log)
+            os.rename(aside / OPTIONS, self.disk / OPTIONS)
+            os.sync()
+            os.rename(aside, self.writer.root / name)
+        return whole
+
+
+def step_of(name):
+    """The step in the name of a checkpoint, step-N or step-N.k."""
+    return int(name[5:].partition(".")[0])
