@@ -67,7 +67,7 @@ def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[st
     torch.default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    sys.path.remove(ROOT)  # then the script's folder is the first one
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))  # as python does
     sys.argv = [*command]
     try:
         # a mistake in a script of one's own is made again by each life

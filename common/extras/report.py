@@ -15,7 +15,7 @@ import socket
 import time
 from collections import defaultdict
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -160,9 +160,30 @@ def page(run, facts):
     """Write the report as a page of HTML, with curves."""
     rows = list(read(run / "metrics.jsonl", "step"))
     rows = rows[:: len(rows) // MOST_ROWS + 1]
-    data = facts | {"run": str(run), "rows": rows, "report": list(report(facts))}
+    data = {"report": list(report(facts))} | without_pauses(facts) | {"run": str(run), "rows": rows}
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return template.replace("DATA", json.dumps(data).replace("<", "\\u003c"))
+
+
+def without_pauses(facts):
+    """Take out the seconds until the next command was typed: they are no price of a death."""
+    lives = facts["lives"]
+    paused = {
+        life["life"]: life["buckets"]["down"]
+        for before, life in pairwise(lives)
+        if life["job"] != before["job"]
+    }
+    total = sum(paused.values())
+
+    def left(buckets, seconds):
+        return buckets | {"down": max(0.0, buckets["down"] - seconds)}
+
+    return facts | {
+        "lives": [life | {"buckets": left(life["buckets"], paused.get(life["life"], 0.0))} for life in lives],
+        "buckets": left(facts["buckets"], total),
+        "wall_s": facts["wall_s"] - total,
+        "paused_s": total,
+    }
 
 
 def print_audit(runs):

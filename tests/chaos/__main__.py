@@ -1,6 +1,7 @@
 """Seeded faults against real trainings; about 1.5 s an event.
 
 python -m tests.chaos --events 200 --seed 1            # all kinds
+python -m tests.chaos --events 200 --seed 1 --table tests/chaos/last.md   # and what came of it, as a file
 python -m tests.chaos --events 20 --only bunch         # machines die in bunches, under launch/torchrun.py
 python -m tests.chaos --machines 3                     # machines fall silent; as root
 python -m tests.chaos --machines 3 --only "cable cut"  # one fault of the table in machines.py
@@ -9,27 +10,31 @@ python -m tests.chaos --store                          # killed or failed at eac
 python -m tests.chaos --events 40 --script mp          # train_mp.py: a net over two devices a process
 """
 
+import collections
 import json
 import os
 import random
+import shlex
 import statistics
 import sys
 import tempfile
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 from tests.bench.turns import arguments
 from tests.chaos import machines, points_names, store
-from tests.chaos.director import Campaign
+from tests.chaos.director import INTERVAL, Campaign
 from tests.chaos.events import TARGETS
 
-from jobs import Jobs  # isort: skip  (found once tests.chaos is)
+from jobs import Jobs, ran  # isort: skip  (found once tests.chaos is)
 
 
 def main():
-    args = arguments(__doc__, events=200, seed=0, machines=0, script="ddp", only="", store=False)
+    args = arguments(__doc__, events=200, seed=0, machines=0, script="ddp", only="", store=False, table="")
     only = [args.only] if args.only else []
     assert {*only} <= {*TARGETS, *machines.FAULTS}, f"--only is one of {[*TARGETS, *machines.FAULTS]}"
+    assert not (args.table and args.machines), "--table is of a campaign without --machines"
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
@@ -46,6 +51,36 @@ def main():
             finally:
                 print(f"{time.monotonic() - began:.0f} s", json.dumps(summary(campaign), indent=1))
             assert_that_it_struck(campaign)
+    if args.table:
+        commit = ran("git", "describe", "--always", "--dirty").stdout.strip()
+        command = shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])
+        Path(args.table).write_text(table(campaign, commit, command))
+
+
+def table(campaign, commit, command):
+    """What a campaign was that has passed, and what it cost; in Markdown."""
+    struck = [event["event"] for event in campaign.log if event["landed"]]
+    totals = collections.Counter()
+    for note in campaign.notes:
+        totals.update({name: note[name] for name in ("lives", "missed", "repeated")})
+    facts = summary(campaign)
+    digests = [note["digest"] for note in campaign.notes if "digest" in note]
+    others = [note["difference"] for note in campaign.notes if "digest" not in note]
+    rows = {
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "commit": commit,
+        "command": f"`{command}`",
+        "faults that struck": f"{len(struck)} of {len({*struck})} kinds",
+        "trainings": f"{len(campaign.notes)}, in {totals['lives']} lives",
+        "samples missed": totals["missed"],
+        "samples repeated": totals["repeated"],
+        "steps lost that a survivor had finished": facts["steps of survivors lost"],
+        f"steps lost without a survivor (a save every {INTERVAL})": sum(facts["steps lost without one"]),
+        "seconds from a fault to the next step, median and most": ", ".join(map(str, facts["recovery_s"])),
+        "final weights with `--virtual-ranks`": f"{len(digests)} trainings, digest {', '.join({*digests})}",
+        "other final weights": f"at most {max(others):.0e} from the undisturbed run's" if others else "-",
+    }
+    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows.items())
 
 
 def summary(campaign):

@@ -87,6 +87,13 @@ def weights_equal(run, reference, bitwise):
     return worst
 
 
+def digest(run):
+    """The word that `python -m common.checkpoint RUN --digest` ends with."""
+    from common.checkpoint.reader import choose
+
+    return choose(run, "newest")[2].split()[-1]
+
+
 def nothing_is_left(folder):
     left = [
         path

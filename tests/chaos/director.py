@@ -255,7 +255,11 @@ class Campaign(Strikes):
         said = self.outputs()
         assert "trying the one before" not in said, f"a kill has left a damaged checkpoint\n{said}"
         checks.every_step_is_logged_once(self.run, self.steps)
-        worst = checks.weights_equal(self.run, reference, self.flavours[flavour][1])
+        bitwise = self.flavours[flavour][1]
+        worst = checks.weights_equal(self.run, reference, bitwise)
         checks.nothing_is_left(self.run.parent)
-        self.notes.append({"flavour": flavour, "lives": len(lives(self.run)), "difference": worst, **counts})
+        note = {"flavour": flavour, "lives": len(lives(self.run)), "difference": worst, **counts}
+        if bitwise:
+            note["digest"] = checks.digest(self.run)
+        self.notes.append(note)
         self.say(f"run {len(self.notes)}: {self.notes[-1]}")

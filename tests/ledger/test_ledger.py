@@ -408,6 +408,20 @@ def test_the_page_of_a_run_holds_its_curves_deaths_and_lives_and_asks_for_nothin
     assert text.count("http") == 1 and "src=" not in text  # the name space of SVG
 
 
+@pytest.mark.parametrize("job, paused, down", [("j", 0, 1), ("another", 1, 0)])
+def test_the_bars_of_the_page_leave_out_the_seconds_until_the_next_command_was_typed(
+    tmp_path, job, paused, down
+):
+    """They are no price of a death; a restart by the launcher is one."""
+    write(tmp_path, *(event | ({"job": job} if event.get("life") == "bb" else {}) for event in KILLED))
+    page = tmp_path / "page.html"
+    main([str(tmp_path), f"--html={page}"])
+    data = json.loads(page.read_text().partition("const run = ")[2].partition("\n")[0])
+    assert data["paused_s"] == paused and data["wall_s"] == 101 - paused
+    assert data["buckets"]["down"] == data["lives"][1]["buckets"]["down"] == down
+    assert sum(data["buckets"].values()) == data["wall_s"] and "paused_s" not in summarize(tmp_path)
+
+
 def test_events_are_private_lines_a_torn_one_joins_no_other_and_a_planted_link_is_not_followed(
     tmp_path, capsys
 ):

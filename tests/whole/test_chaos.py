@@ -3,12 +3,15 @@ tests/chaos/.
 """
 
 import random
+import re
+from types import SimpleNamespace
 
 import pytest
 from jobs import CLEAN, PACED, STEPS, audit, events, lives
 
 from tests.chaos import machines, store
-from tests.chaos.__main__ import assert_that_it_struck
+from tests.chaos.__main__ import assert_that_it_struck, table
+from tests.chaos.checks import Change
 from tests.chaos.director import Campaign
 from tests.chaos.events import SHORT, Event
 
@@ -36,6 +39,42 @@ def test_a_training_struck_at_any_call_that_changes_a_file_or_resumed_with_a_dam
     assert bench.calls > 300 and len({name for name, _ in found}) >= 5
     for _, act in found:
         act()
+
+
+def test_the_table_of_a_campaign_says_which_one_it_was_what_struck_and_what_was_lost():
+    campaign = SimpleNamespace(
+        log=[
+            {"event": "worker KILL", "landed": 1},
+            {"event": "worker KILL", "landed": 1},
+            {"event": "job KILL", "landed": 2},
+            {"event": "loader KILL", "landed": 0},
+        ],
+        notes=[
+            {"lives": 4, "difference": 0.0, **CLEAN, "digest": "5fe1"},
+            {"lives": 3, "difference": 2e-12, **CLEAN},
+            {"lives": 2, "difference": 0.0, **CLEAN, "digest": "5fe1"},
+        ],
+        changes=[Change(1, 0, 1, True, ""), Change(9, 0, 0, False, "")],
+        recovered=[("worker", 1.0), ("worker", 3.0), ("job", 2.0)],
+        missed=[],
+        orphaned=[],
+        tally={},
+    )
+    date, *rows = table(campaign, "c1deb99", "python -m tests.chaos --seed 1").splitlines()[2:]
+    assert re.fullmatch(r"\| date \| 20\d\d-\d\d-\d\d \|", date)
+    assert rows == [
+        "| commit | c1deb99 |",
+        "| command | `python -m tests.chaos --seed 1` |",
+        "| faults that struck | 3 of 2 kinds |",
+        "| trainings | 3, in 9 lives |",
+        "| samples missed | 0 |",
+        "| samples repeated | 0 |",
+        "| steps lost that a survivor had finished | 0 |",
+        "| steps lost without a survivor (a save every 7) | 9 |",
+        "| seconds from a fault to the next step, median and most | 2.0, 3.0 |",
+        "| final weights with `--virtual-ranks` | 2 trainings, digest 5fe1 |",
+        "| other final weights | at most 2e-12 from the undisturbed run's |",
+    ]
 
 
 @pytest.mark.skipif(bool(machines.why_not()), reason=machines.why_not() or "-")

@@ -225,10 +225,11 @@ def test_a_rank_that_loses_another_one_as_they_meet_says_so_in_a_line(jobs, tmp_
     assert "rank 0: another one has gone (" in said and "Traceback" not in said, said
 
 
-def test_a_script_beside_a_package_named_common_finds_ours(jobs, tmp_path):
+def test_a_script_beside_a_package_named_common_finds_ours_and_the_modules_beside_it(jobs, tmp_path):
     (tmp_path / "common").mkdir()
     (tmp_path / "common/__init__.py").touch()
-    imports = script(tmp_path, "from common.elastic import Elastic\n")
+    (tmp_path / "own_losses.py").touch()
+    imports = script(tmp_path, "import own_losses\nfrom common.elastic import Elastic\n")
     jobs.start(TORCHRUN, "--max_restarts=0", imports, cold=True, cwd=tmp_path).ends_with(0)
 
 
