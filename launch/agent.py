@@ -52,7 +52,8 @@ FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try canno
 # comes later is taken in within seconds. Nodes whose clocks differ by as much would count each other as dead.
 MEETING = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
-CLOCKS_APART_SECONDS = 3  # at most; a heartbeat is up to 2 seconds old besides
+CLOCKS_APART_SECONDS = 3  # at most
+BEAT_SECONDS = 3  # a machine that is alive beats within
 AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a moment
 # The main thread may wait in C for a silent store. After this time another thread obeys the signal. Less than
 # AGENT_SECONDS of common/rescue: else another machine's stop is a death to the ranks of this one.
@@ -251,28 +252,25 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         A heartbeat has the time of its machine; if it seems to be too old, or to come, the next one tells.
         """
         first = self.beats()
-        interval = self._rdzv_handler.settings.keep_alive_interval.total_seconds()
-        deadline = time.monotonic() + interval + 1  # by then a machine that is alive has beaten
-        if any(-1 < time.time() - beat < CLOCKS_APART_SECONDS for beat in first.values()):
-            return
+        deadline = time.monotonic() + BEAT_SECONDS
         while first and time.monotonic() < deadline:
-            time.sleep(0.1)
-            now = time.time()
-            for node, beat in self.beats().items() - first.items():
-                if abs(now - beat) < CLOCKS_APART_SECONDS:
+            ours = time.time()
+            for node, beat in self.beats().items():
+                theirs = beat.timestamp()
+                is_new = beat != first.get(node)
+                if (-CLOCKS_APART_SECONDS if is_new else -1) < ours - theirs < CLOCKS_APART_SECONDS:
                     return
-                ours, theirs = (time.strftime("%H:%M:%S", time.localtime(t)) for t in (now, beat))
-                raise UserError(
-                    f"this machine's clock says {ours}, that of {node.addr} {theirs}\n"
-                    f"over {CLOCKS_APART_SECONDS} s apart each counts the other as dead: "
-                    "set both right (chronyc tracking)"
-                )
+                if is_new:
+                    raise UserError(
+                        f"the clock here says {time.ctime(ours)}, that of {node.addr} {time.ctime(theirs)}\n"
+                        "each counts the other as dead: set both right (chronyc tracking)"
+                    )
+            time.sleep(0.1)
 
     def beats(self):
         """{machine: the time of its last heartbeat}; `state` lacks those that seem to be dead."""
         found = self._rdzv_handler._state_holder._backend.get_state()
-        beats = dynamic_rendezvous.pickle.loads(found[0]).last_heartbeats if found else {}
-        return {node: beat.timestamp() for node, beat in beats.items()}
+        return dynamic_rendezvous.pickle.loads(found[0]).last_heartbeats if found else {}
 
     def _monitor_workers(self, group):
         """Restarts ranks that wait at their start for a dead machine; later they notice by themselves."""

@@ -96,7 +96,7 @@ def launch(arguments, folder):
     if script:
         os.environ.setdefault("PET_START_METHOD", "forkserver")
         if start_method == "forkserver":
-            start_importing(script[0], options, folder)
+            start_importing(Path(script[0]), options, folder)
     lack = missing(LAUNCHER)
     if lack:
         raise UserError(f"{lack}; with another one plain torchrun may train (launch/README.md)")
@@ -154,13 +154,13 @@ def start_importing(script, options, folder):
     tempfile.tempdir = folder  # of multiprocessing, which would leave its own behind
     # else each process would run this file again, as it is by then
     vars(sys.modules["__main__"]).update(__file__=None, __spec__=None)
-    places = f"{Path(script).resolve().parent}:{ROOT}"
+    places = f"{script.resolve().parent}:{ROOT}"
     inherited = os.environ.get("PYTHONPATH")
-    training = [Path(script).stem, options.to_json()] if options else ["common.elastic", {}]
+    training = [script.stem, options.to_json()] if options else ["common.elastic", {}]
     os.environ |= {
         "PYTHONPATH": f"{places}:{inherited}" if inherited else places,
         "LAUNCHER_PID": str(os.getpid()),
-        "LAUNCH_PRELOAD": json.dumps([script, *training]),
+        "LAUNCH_PRELOAD": json.dumps([str(script), *training]),
     }
     multiprocessing.set_forkserver_preload(["launch.worker"])
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which tells the others

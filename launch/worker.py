@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import re
-import runpy
 import signal
 import sys
 from contextlib import suppress
@@ -21,29 +20,28 @@ sys.path = [ROOT, *filter(None, sys.path)]
 
 from common import place  # noqa: E402
 from common.errors import guarded, one_line, say  # noqa: E402
+from common.options import text_of  # noqa: E402
 
 A_PEER = re.compile("Connection (closed|reset)|Dist(Network|Store)Error")  # has ended while the ranks met
-ITS_ADDRESS = re.compile(r"\[([0-9a-f.:]+)\]:\d+")
-scripts = {}  # {path: code}: an edit while a job runs changes nothing before its next start
+ITS_ADDRESS = re.compile(r"\[[0-9a-f.:]+\]:\d+")
 
 
 def preload(script: str, module: str, options: dict) -> None:
-    """Reads the script, imports the training and draws its data: each process then begins with all three.
+    """Reads a user's files, imports the training, draws its data: each process then begins with all three.
 
     Nothing here may start a thread, which a fork would lack, or touch a GPU, which a fork could not use.
     """
-    scripts[script] = compile(Path(script).read_bytes(), script, "exec")
+    for name in (f"{script}:", *options.values()):
+        file, _, _ = str(name).rpartition(":")
+        if file.endswith(".py"):
+            text_of(Path(file).resolve())
     importlib.import_module(module)
     importlib.import_module("torch._dynamo")  # torch.optim would import it in each process: two seconds
     if options:
         from common.data import preload as open_data
-        from common.options import Options, text_of
+        from common.options import Options
 
         opts = Options(**options)
-        for value in options.values():
-            file, _, _ = str(value).rpartition(":")
-            if file.endswith(".py"):  # a user's
-                text_of(Path(file).resolve())
         open_data(opts)
         if opts.tensorboard:
             importlib.import_module("torch.utils.tensorboard")  # at the end: it may not be installed
@@ -72,26 +70,18 @@ def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[st
     try:
         # a mistake in a script of one's own is made again by each life
         with guarded(debug="--debug" in command):
-            run(command[0])
+            code = compile(text_of(Path(command[0]).resolve()), command[0], "exec")
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            main.__file__ = command[0]
+            exec(code, vars(main))
     except RuntimeError as error:
         if not A_PEER.search(f"{type(error).__name__} {error}") or "--debug" in command:
             raise
-        address = ITS_ADDRESS.search(str(error))
-        which = f"at {address[1]}" if address else one_line(error)
-        say(f"rank {os.environ['RANK']}: another one has gone ({which})", sys.stderr)
+        which = ITS_ADDRESS.search(str(error)) or [one_line(error)]
+        say(f"rank {os.environ['RANK']}: another one has gone ({which[0]})", sys.stderr)
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out
-
-
-def run(script: str) -> None:
-    """Runs the script as it was when the launcher began."""
-    if script not in scripts:  # it has a mistake, which is told now
-        runpy.run_path(script, run_name="__main__")
-        return
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__file__ = script
-    exec(scripts[script], vars(main))
 
 
 with suppress(
