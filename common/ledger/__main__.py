@@ -15,7 +15,7 @@ from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 
-from common.errors import UserError, run_command
+from common.errors import CONTROL, UserError, run_command
 from common.ledger.account import audit, summarize
 from common.ledger.ledger import read
 from common.options import read_options
@@ -63,9 +63,9 @@ def show(args):
         for run, facts in runs.items():
             print(json.dumps({"run": str(run)} | facts))
     elif len(runs) > 1:
-        print("\n".join(rows(runs)))
+        print("\n".join(rows(runs)).translate(CONTROL))
     else:
-        print(f"{run}: " + "\n".join(report(runs[run])))
+        print(f"{run}: {chr(10).join(report(runs[run]))}".translate(CONTROL))
     return 0
 
 
