@@ -52,9 +52,9 @@ def is_marked(value: Facts) -> bool:
 
 def own_key() -> bytes:
     """32 bytes that only this user can read, made where there are none; empty where none can be made."""
-    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    path = Path(folder, "train_ddp/key")
-    with suppress(OSError):
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
+    with suppress(OSError, RuntimeError):  # there is no home
+        path = folder.expanduser() / "train_ddp/key"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -318,8 +318,8 @@ def make_anew(path, may_log=False):
     """The same bytes in another file, if an earlier life may still append to it, or a copy shares it."""
     with suppress(OSError):  # there is none
         if may_log or os.stat(path).st_nlink > 1:  # `cp -al`
-            with opened(path) as fd:  # no link
-                put(path, os.pread(fd, os.fstat(fd).st_size, 0))
+            with opened(path) as fd, open(fd, "rb", closefd=False) as file:  # no link
+                put(path, file.read())
 
 
 def move_away(path):

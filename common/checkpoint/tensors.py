@@ -122,7 +122,7 @@ def write_file(path, tensors, moved=lambda: None):
 
 
 @patient
-def read_file(path, table, buffers=None, count=1, share=(0, 1)):
+def read_file(path, table, buffers=None, count=1, share=(0, 1), moved=lambda: None):
     """Compares a file with its table, on `count` threads; Damaged if one byte differs.
 
     `buffers` are {name: a function that returns a context with the buffer for that tensor}; without them all
@@ -148,6 +148,7 @@ def read_file(path, table, buffers=None, count=1, share=(0, 1)):
                     stop = min(at + CHUNK_BYTES, end)
                     chunk = buffer[at - start : stop - start] if buffers else memoryview(bytearray(stop - at))
                     _fill(fd, chunk, at, path.name)
+                    moved()
                     if hashes:
                         digest.update(chunk)
                 stated = table[name][2]

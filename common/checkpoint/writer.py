@@ -9,7 +9,7 @@ checkpoint before, or both, never neither:
     C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
     C  the folder renamed to checkpoints/step-N               on a power loss N is there whole or not at all
     C  checkpoints/ synced                                    committed
-    C  each byte read back from the disk, but not in a rescue only now may older ones go
+    C  each byte read back, but not in a rescue               only now may older ones go
     C  older ones renamed into staging, then deleted          extra files only
 No name is written twice: later facts of a step become step-N.1, and step-N goes with the older ones.
 """
@@ -215,7 +215,7 @@ class Writer:
             manifest, _ = read_facts(numbers_of(folder.name)[0], folder)
             for path, table in manifest["files"].items():
                 forget(folder / path)
-                tensors.read_file(folder / path, table)
+                tensors.read_file(folder / path, table, moved=self._move)
         except Damaged:
             self.put_aside(folder)
             raise

@@ -19,7 +19,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 
-from common.errors import UserError, run_command
+from common.errors import CONTROL, UserError, run_command
 from common.extras.audit import audit
 from common.ledger import Record, deaths_of, each_life, named, read
 from common.options import read_options
@@ -85,9 +85,9 @@ def show(args):
         for run, facts in runs.items():
             print(json.dumps({"run": str(run)} | facts))
     elif len(runs) > 1:
-        print("\n".join(rows(runs)))
+        print("\n".join(rows(runs)).translate(CONTROL))
     else:
-        print(f"{run}: " + "\n".join(report(runs[run])))
+        print(f"{run}: {chr(10).join(report(runs[run]))}".translate(CONTROL))
     return 0
 
 
@@ -126,7 +126,8 @@ def report(facts):
     )
     if state["state"] == "silent":
         yield f"last heard of {span(state['heard_s'])} ago, from {', '.join(state['hosts'])}: look there"
-    yield f"pids {' '.join(map(str, state['pids'].values()))}"
+    if state["pids"]:
+        yield f"pids {' '.join(map(str, state['pids'].values()))}"
     if state["slow"]:
         yield "rank {rank} on {host}: {times:.1f} x the median".format(**state["slow"])
     yield (

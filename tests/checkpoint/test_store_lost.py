@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 from stores import (
@@ -26,6 +27,8 @@ from common.checkpoint.disk import Damaged
 from common.checkpoint.reader import choose
 from common.errors import UserError
 from common.ledger import Ledger
+from common.ledger.__main__ import main as report
+from common.replay import _chosen
 
 
 def told(opts):
@@ -225,3 +228,32 @@ def test_a_survivor_that_need_not_wait_saves_nothing_and_says_nothing(tmp_path):
     finally:
         store.saver.pool.shutdown()
         store.fence.release()
+
+
+def test_the_bytes_that_are_read_back_show_others_that_this_rank_does_not_hang(tmp_path):
+    with a_life(options(tmp_path)) as life:
+        save(life, 1)
+        writer = life.store.writer
+        before = writer.moved
+        writer.read_back(writer.root / "step-00000001")
+        assert writer.moved > before
+
+
+def test_what_a_run_began_with_is_known_whatever_its_newest_start_says(tmp_path, capsys):
+    other, _ = two_checkpoints(tmp_path / "other")
+    for resume, step in ((str(other.run_dir), 3), ("auto", 4)):
+        with a_life(options(tmp_path, resume=resume)) as life:
+            save(life, step)
+    for opts, proven in ((options(tmp_path), False), (other, True)):
+        steps = _chosen(SimpleNamespace(run=opts.run_dir, first=0, last=9, all=True))
+        assert (steps[0][0] == 0) is proven
+        assert ("nothing proves step 3, where it begins" in capsys.readouterr().out) is not proven
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path, capsys):
+    Ledger(tmp_path).event(
+        "life", life="\x1b]0;title\x07", world=1, step=0, began=0.0, pids=[1], hosts=["\x9b31m"]
+    )
+    assert report([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b]0;title\\x07" in out and not {*out} & {"\x1b", "\x07", "\x9b"}
