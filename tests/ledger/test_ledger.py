@@ -126,7 +126,7 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
     assert (
         4 <= float(ages[1]) < 60
         and 3 <= float(ages[2]) < 60
-        and second == f"pids {pid if state == 'training' else ''}"
+        and (second == f"pids {pid}") == (state == "training")
     )
     found = main([str(tmp_path), "--pid=0"])
     assert found == (0 if state == "training" else 2)

@@ -173,6 +173,7 @@ FREE = {
     "show_scatter",
     "balance",
     "in_flight",
+    "copy_to",
     "vocab_size",
     "patience",
     "best",

@@ -1,7 +1,6 @@
 """Whose code a run runs, and whether it is still the same: the mark of its user, and the fact `code`."""
 
 import json
-import linecache
 import os
 import stat
 from dataclasses import replace
@@ -17,7 +16,7 @@ from common.ledger import Ledger
 from common.models import load
 from common.options import parse_options, read_options
 from common.options.options import read_run
-from common.options.user import code_of
+from common.options.user import code_of, text_of
 from common.replay import main as replay
 from common.sealed import is_marked, marked, own_key, sealed
 
@@ -114,7 +113,7 @@ def write_code(folder, value=1):
     (folder / "module.py").write_text("import json\n")
     (folder / "unused.py").write_text("")
     (folder / "net.py").write_text("import torch, package\nfrom bare.part import x\n")
-    linecache.clearcache()
+    text_of.cache_clear()
     return f"{folder}/net.py:net"
 
 
