@@ -24,8 +24,7 @@ MOST_NAMES = 14  # that one door hands out
 
 # These alone say torch.distributed, and these alone read os.environ.
 COLLECTIVE = {f"world/{name}" for name in ("world", "rendezvous")}
-COLLECTIVE |= {f"training/{name}" for name in ("replicas", "bitwise")}
-COLLECTIVE |= {f"pipeline/{name}" for name in ("split", "transfer")}
+COLLECTIVE |= {"training/replicas", "extras/bits"}
 ENVIRON = {"place", "errors", "world/world"}
 TOP_LEVEL = "LICENSE README.md common launch requirements.txt tests train_ddp.py train_dp.py train_mp.py"
 MADE_BY_USE = {"runs", "data", "__pycache__"}
