@@ -27,7 +27,6 @@ that is -0.0 everywhere has no term: such a parameter gets no gradient, as in to
 import functools
 import itertools
 import math
-import os
 import threading
 from bisect import bisect
 from collections.abc import Callable, Iterator
@@ -334,14 +333,7 @@ def tree_of(slices, ranks):
     return rows_of, order
 
 
-# ---- what decides the bits besides the options: set, recorded, compared at every start ------------------
-def pin() -> None:
-    """Has torch compute alike each time; cuBLAS does so only with a fixed workspace."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it is overwritten anyway
-
-
+# ---- what decides the bits besides the options: recorded, compared at every start -----------------------
 def facts(device: torch.device) -> dict[str, str | int]:
     """{what it is: value} for options.json."""
     processor = torch.backends.cpu.get_cpu_capability()

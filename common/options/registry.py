@@ -35,8 +35,7 @@ EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported o
     "ema_decay": "common.extras.averages:Averages",
     "fp16": "common.extras.fp16:Scaler",
     "virtual_ranks": "common.extras.bits:gradient_of_slices",
-    "pin": "common.extras.bits:pin",  # with virtual_ranks
-    "bit_facts": "common.extras.bits:facts",  # likewise
+    "bit_facts": "common.extras.bits:facts",  # with virtual_ranks
     "cross_check": "common.extras.votes:VotedGradient",
     "copy_to": "common.extras.bucket:Bucket",
 }

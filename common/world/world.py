@@ -343,7 +343,10 @@ def pin(opts):
         torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = not opts.virtual_ranks  # it chooses kernels by their speed today
     if opts.virtual_ranks:
-        extra("pin")()
+        # cuBLAS is deterministic only with a fixed workspace
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it is overwritten anyway
 
 
 def bit_facts(opts: Options, device: torch.device) -> dict[str, str | int]:

@@ -79,7 +79,7 @@ def test_a_step_that_overflows_on_two_gpus_is_skipped_on_both(jobs, tmp_path, op
 @needs(4)
 @pytest.mark.parametrize("flags", [("--virtual-ranks=8",), ("--micro-batch-size=8",)])
 def test_two_processes_with_two_gpus_each_meet_and_a_kill_of_one_loses_no_step(jobs, tmp_path, flags):
-    """The placement (0, 1), (2, 3), in which NCCL has hung (pytorch#25767): a communicator for each device."""
+    """The placement (0, 1), (2, 3), in which NCCL has hung (pytorch#25767): one communicator a device."""
     job = begin(jobs, "train_mp.py", f"--run-dir={tmp_path}", *LONG, *TEXT, *flags, world=2, gpus=4)
     for life in range(3):
         victim = pids(tmp_path, life)[life % 2]

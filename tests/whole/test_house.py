@@ -27,7 +27,7 @@ MOST_NAMES = 14  # that one door hands out
 
 # These alone say torch.distributed, and these alone read os.environ.
 COLLECTIVE = {f"world/{name}" for name in ("world", "rendezvous")}
-COLLECTIVE |= {f"training/{name}" for name in ("replicas", "bitwise")}
+COLLECTIVE |= {"training/replicas", "extras/bits"}
 ENVIRON = {"place", "errors", "world/world", "sealed"}
 PRICES = {}  # of what a plain training imports, by room
 TOP_LEVEL = "LICENSE README.md common launch requirements.txt tests train_ddp.py train_dp.py train_mp.py"
