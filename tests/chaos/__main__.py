@@ -5,7 +5,7 @@ python -m tests.chaos --events 20 --only bunch         # machines die in bunches
 python -m tests.chaos --machines 3                     # machines fall silent; as root
 python -m tests.chaos --machines 3 --only "cable cut"  # one fault of the table in machines.py
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
-python -m tests.chaos --events 40 --script mp          # train_mp.py: two stages, or --shard 2
+python -m tests.chaos --events 40 --script mp          # train_mp.py: nets over two devices
 """
 
 import json

@@ -31,21 +31,15 @@ def checkpoints_are_whole(run, tries=1):
 Change = collections.namedtuple("Change", "lost of_survivors of_the_dead survived facts")
 
 
-def changes(run, struck, shards=0):
+def changes(run, struck):
     """What each change of life has cost: the steps that are made again, a survivor's among them, and those
     only the dead had.
     """
-    from common.world.world import copies_of
-
     found = []
     all_lives = lives(run)
     for life, following in zip(all_lives, all_lives[1:], strict=False):
         done = done_by_rank(run, life["life"])
         survivors = [rank for rank, pid in enumerate(life["pids"]) if pid not in struck]
-        stages = life.get("stages", 1)
-        parts = life["world"] // copies_of(life["world"] // stages, shards)
-        if {rank % parts for rank in survivors} != set(range(parts)):
-            survivors = []  # a part has died in all copies
         lost = max(0, max(done.values(), default=0) - following["step"])
         of_survivors = max(0, max((done.get(rank, 0) for rank in survivors), default=0) - following["step"])
         found.append(

@@ -21,7 +21,7 @@ from common.checkpoint.disk import sealed, sha, to_json
 from common.checkpoint.folder import committed
 from common.checkpoint.reader import describe, digest_of, read_manifest
 from common.errors import UserError
-from common.run import complete
+from common.story import complete
 
 CANARY = "canary"
 

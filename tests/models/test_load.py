@@ -134,7 +134,12 @@ def test_a_file_that_the_caller_does_not_know_runs_only_if_it_is_named(tmp_path,
 
 
 def test_a_net_trained_in_stages_is_loaded_whole_without_torchrun_or_a_word(tmp_path):
-    run(tmp_path / "run", 2, ROWS | {"model": "mlp", "script": "mp", "stages": 2, "epochs": 1}, train_mp)
+    run(
+        tmp_path / "run",
+        1,
+        ROWS | {"model": "mlp", "script": "mp", "devices": ("cpu", "cpu"), "epochs": 1},
+        train_mp,
+    )
     code = f"from common.models import load; print(load({str(tmp_path / 'run')!r})[1].weight.shape)"
     done = ran(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert (done.stdout, done.stderr) == ("torch.Size([5, 4])\n", "")

@@ -7,7 +7,6 @@
     with fake_streams(gpu=1):            a thread that has not chosen GPU 1 cannot ask: GPU 0 is full
     with fake_gpu() as made:             tensors on "cuda:0" have a device and no numbers: with a CPU's in
         net = made(nn.Linear, 6, 3)      one operation they are an error; a backward leaves gradients of ones
-    with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", parts=[[p], [q]]) a GradScaler to which each list lies on a device of its own
 
 Each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
@@ -23,7 +22,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.checkpoint import tensors
-from common.pipeline.stages import Stage
 from common.training import state as training_state
 
 backward = importlib.import_module("common.training.step")  # the door has a function of this name
@@ -140,8 +138,10 @@ def on_a_gpu(store, default):
     """The state of this store lies on a GPU, which makes each update late, with the gradient of its step."""
     state = store.state
     state.device = torch.device("cuda")
-    store.saver.side = Stream()
+    state.devices = [state.device]
+    store.saver.sides = [Stream()]
     step = state.optimizer.step
+    make_state(state.optimizer)
     state.net.register_forward_pre_hook(lambda *_: default.go_on())
 
     def launch():
@@ -157,6 +157,17 @@ def on_a_gpu(store, default):
         default.submit(update, late=True)
 
     state.optimizer.step = launch
+
+
+def make_state(adam):
+    """As it is once a step was launched: the program has it at once, its numbers come late."""
+    for group in adam.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    adam.step()
+    for values in adam.state.values():
+        values["step"].zero_()
+    adam.zero_grad()
 
 
 @contextlib.contextmanager
@@ -182,34 +193,6 @@ def fake_gpu():
         for kind in (int, float, bool):
             patch.setattr(torch.Tensor, f"__{kind.__name__}__", lambda t, kind=kind: kind(1))
         yield made
-
-
-# ---- generators -----------------------------------------------------------------------------------
-@contextlib.contextmanager
-def fake_generators(*devices):
-    """A stage made inside draws from its device's generator; stages run in turn; `seed` seeds them all."""
-    own = {device: torch.Generator() for device in devices}
-    call = Stage._run
-    seed = backward.seed
-    generator = torch.default_generator
-
-    def run(self, x):
-        generator.set_state(own[self.device].get_state())
-        try:
-            return call(self, x)
-        finally:
-            own[self.device].set_state(generator.get_state())
-
-    def seeded(*key):
-        seed(*key)
-        for each in own.values():
-            each.set_state(generator.get_state())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stage, "_run", run)
-        patch.setattr(Stage, "generator", property(lambda self: own[self.device]))
-        patch.setattr(backward, "seed", seeded)
-        yield own
 
 
 # ---- overflows ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from common.data import Batch
 from common.data.loading import forward_sizes
 from common.data.samples import Samples as Split
 from common.sampler import share
-from common.training import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer, find_task
 from common.world import World
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def share_of(x, y, opts, rank=0, world=1):
     at = mine.start
     for n in forward_sizes(len(x), rank, world, opts):
         ids = list(range(at, at + n))
-        parts.append((ids, (x[ids], y[ids]) if n or opts.sync_bn or opts.shard else None))
+        parts.append((ids, (x[ids], y[ids]) if n or opts.sync_bn else None))
         at += n
     return Batch(parts, len(x))
 
@@ -55,4 +55,5 @@ class Samples(Split):
 
 
 def state_of(net, opts, samples=100, **more):
+    more = {"task": find_task(opts)} | more
     return TrainState(net, build_optimizer(net, opts), opts, samples, **more)

@@ -198,7 +198,7 @@ def images_for(opts, net=None):
 def load_into(images, root, said=None):
     """What load_newest finds in the folder; it reads into the views of these images."""
     tensors = {kind: image.views for kind, image in images.items()}
-    reader = Reader(Layout(tensors, {}, Layout.specs(tensors, {})), 1)
+    reader = Reader(Layout(tensors), 1)
     with heard(said):
         return load_newest(world_of_one(), reader, committed(root), True)
 

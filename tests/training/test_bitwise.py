@@ -18,7 +18,7 @@ from ranks import fork_ranks
 from refusals import refusal
 from samples import Facts, share_of, state_of
 
-import common.run as house
+import common.elastic as house
 import train_ddp
 import train_mp
 from common.checkpoint.disk import sealed
@@ -26,7 +26,8 @@ from common.errors import guarded
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
-from common.training import backward, distribute
+from common.training import Gradient
+from common.training.replicas import engines_of
 from common.world import world as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"
@@ -68,12 +69,11 @@ STEPS = 5  # an epoch of pictures: 24, 24, 24, 24 and a ragged 11 samples
 def life(world, script, opts, kill=None):
     """A rank's life in a script, from its options to its end; `kill`, (rank, step, phase): SIGKILL there."""
     world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
-    world = world.in_stages(opts.stages or world.size, opts.shard)
     house.join = lambda opts: (pinned.pin(opts), world)[1]
     house.leave = lambda world: None  # fork_ranks ends them together
     torch.manual_seed(os.getpid())  # nothing may depend on the generator a process happens to have
     if kill and kill[0] == world.rank:
-        die_at(script, *kill[1:])
+        die_at(*kill[1:])
     try:
         with guarded(debug=opts.debug):
             script.main(opts)
@@ -81,24 +81,26 @@ def life(world, script, opts, kill=None):
         return end.code
 
 
-def die_at(script, step, phase):
+def die_at(step, phase):
     def die(state):
         if state.progress.step + 1 == step:
             signal.raise_signal(signal.SIGKILL)
 
-    original = script.backward
+    class Mortal(house.Gradient):
+        def __init__(self, engine, batch, state, world, split):
+            if phase == "before":
+                die(state)
+            if phase == "within" and world.size > 1:
+                state.net.register_forward_hook(lambda *_: die(state))
+            super().__init__(engine, batch, state, world, split)
 
-    def backward(model, batch, state, world):
-        if phase == "before":
-            die(state)
-        if phase == "within" and world.size > 1:
-            model.net.register_forward_hook(lambda *_: die(state))
-        totals = original(model, batch, state, world)
-        if phase == "after":
-            die(state)
-        return totals
+        def finish(self):
+            totals = super().finish()
+            if phase == "after":
+                die(self.state)
+            return totals
 
-    script.backward = backward
+    house.Gradient = Mortal
 
 
 def options(folder, given):
@@ -227,7 +229,7 @@ def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, cap
 
 
 def test_more_processes_than_slices_are_refused():
-    with refusal("makes 3 replicas, more than --virtual-ranks 2"):
+    with refusal("WORLD_SIZE=3 is more than --virtual-ranks 2"):
         check_world(Options(virtual_ranks=2), 3)
 
 
@@ -239,7 +241,19 @@ def small(world, virtual_ranks):
     data = Facts("pictures", 4, (1, 12, 12))
     net = build_model(opts, data)
     state = state_of(net, opts, 107)
-    return distribute(net, opts, world), state
+    return engines_of(net, state.optimizer, opts, world)[0], state
+
+
+def backward(engine, batch, state, world):
+    """The gradient of a batch, as the loop computes it."""
+    gradient = Gradient(engine, batch, state, world, Split)
+    for samples in gradient.pieces():
+        gradient.add(state.task(state.net, samples))
+    return gradient.finish()
+
+
+class Split:
+    example = staticmethod(lambda: (torch.zeros(2, 1, 12, 12), torch.zeros(2, dtype=torch.long)))
 
 
 def batch_at(world, step, slices, size=24):
@@ -251,10 +265,10 @@ def batch_at(world, step, slices, size=24):
 
 def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
     def scaled(world):
-        model, state = small(world, 3)
+        engine, state = small(world, 3)
         state.opts = replace(state.opts, clip_grad_norm=0.0)
         state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        backward(model, batch_at(world, 0, 3, size=1), state, world)
+        backward(engine, batch_at(world, 0, 3, size=1), state, world)
         state.update(1)
         return state.progress.step
 
@@ -263,8 +277,8 @@ def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
 
 def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
     def infinite(world, virtual_ranks):
-        model, state = small(world, virtual_ranks)
-        backward(model, batch_at(world, 0, virtual_ranks), state, world)
+        engine, state = small(world, virtual_ranks)
+        backward(engine, batch_at(world, 0, virtual_ranks), state, world)
         state.update(24)
         counted = [int(b) for n, b in state.statistics.committed.items() if n.endswith("num_batches_tracked")]
         return state.statistics.committed["0.infinite"].tolist(), counted
