@@ -159,9 +159,9 @@ class Saver:
         began = time.monotonic()
         self.writer.check_staging(state.progress.step)
         alone = self.writer.alone(needless=lambda: not state.spoiled and self.writer.holds(state.facts()))
-        with ExitStack() as sides, alone, self._held_still(began):
-            for side in self.sides:
-                sides.enter_context(side)
+        with ExitStack() as around:
+            for each in (*self.sides, alone, self._held_still(began)):
+                around.enter_context(each)
             if state.spoiled:
                 raise state.spoiled
             self.wait(in_rescue=True)

@@ -5,16 +5,18 @@
         default.hang()                   it comes to nothing more until `.set()` of what this returns
         default.broken = error           each event on it raises, as after a device-side assert
     with fake_streams(gpu=1):            a thread that has not chosen GPU 1 cannot ask: GPU 0 is full
-    with fake_gpu() as made:             tensors on "cuda:0" have a device and no numbers: with a CPU's in
-        net = made(nn.Linear, 6, 3)      one operation they are an error; a backward leaves gradients of ones
+    with fake_streams(count=2):          two GPUs: `default.others` has the stream of the second one
+    with fake_gpu(2) as made:            tensors on "cuda:0" and "cuda:1" have a device and no numbers: with
+        net = made(nn.Linear, 6, 3)      those of another device in one operation they are an error; a backward
+                                         leaves gradients of ones; each GPU has a stream of its own
     OverDevices("cpu", parts=[[p], [q]]) a GradScaler to which each list lies on a device of its own
 
 Each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
 """
 
 import contextlib
-import importlib
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,15 +26,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from common.checkpoint import tensors
 from common.training import state as training_state
 
-backward = importlib.import_module("common.training.step")  # the door has a function of this name
-
 
 # ---- streams --------------------------------------------------------------------------------------
-HERE = threading.local()  # the GPU and the stream of this thread
+HERE = threading.local()  # the GPU of this thread, and its stream on each GPU
 
 
 def gpu_here():
     return getattr(HERE, "gpu", 0)
+
+
+def streams_here():
+    return vars(HERE).setdefault("streams", {})
 
 
 class Stream:
@@ -40,8 +44,9 @@ class Stream:
 
     broken = None  # the error of this GPU
 
-    def __init__(self, device=None):
-        self.gpu = gpu_here()
+    def __init__(self, gpu=None, gpus=()):
+        self.gpu = gpu_here() if gpu is None else gpu
+        self.gpus = gpus or (self.gpu,)  # of this process
         self.work = []
         self.done = 0
         self.turn = threading.RLock()
@@ -69,11 +74,11 @@ class Stream:
         return Event(self)
 
     def __enter__(self):
-        self.before = torch.cuda.current_stream()
-        HERE.stream = self
+        self.before = streams_here().get(self.gpu)
+        streams_here()[self.gpu] = self
 
     def __exit__(self, *_):
-        HERE.stream = self.before
+        streams_here()[self.gpu] = self.before
 
     def hang(self):
         """All later work waits until the event that is returned is set."""
@@ -96,7 +101,7 @@ class Event:
         """CUDA begins on the thread's GPU, whichever GPU the event is on."""
         if self.stream.broken:
             raise self.stream.broken
-        if self.stream.gpu != gpu_here():
+        if gpu_here() not in self.stream.gpus:
             raise RuntimeError("CUDA error: out of memory")
         if self.stream.done >= self.count:
             return True
@@ -105,21 +110,35 @@ class Event:
 
 
 @contextlib.contextmanager
-def fake_streams(gpu=0):
-    """Images take CPU tensors for a GPU's; yields the default stream."""
+def fake_streams(gpu=0, count=1):
+    """Images take CPU tensors for a GPU's; yields the default stream of this GPU, `others` of those after it.
+
+    A tensor lies on this GPU, or where `placed` of that stream says.
+    """
 
     def set_device(device):
         HERE.gpu = torch.device(device).index
 
     set_device(f"cuda:{gpu}")
-    default = Stream()
+    gpus = range(gpu, gpu + count)
+    defaults = {each: Stream(each, gpus) for each in gpus}
+    default = defaults[gpu]
+    default.others = [defaults[each] for each in gpus[1:]]
+    default.placed = {}  # {address of a tensor: its GPU, if it is another one}
     copy = torch._foreach_copy_
 
     def current(device=None):
-        return getattr(HERE, "stream", default)
+        index = getattr(device, "index", None)
+        index = gpu if index is None else index
+        return streams_here().get(index) or defaults[index]
 
     def foreach_copy(targets, sources, non_blocking=False):
-        current().submit(lambda: copy(targets, sources), late=non_blocking)
+        of_gpu = {}
+        for pair in zip(targets, sources, strict=True):
+            of_gpu.setdefault(default.placed.get(pair[1].data_ptr(), gpu), []).append(pair)
+        for index, pairs in of_gpu.items():
+            job = partial(copy, *map(list, zip(*pairs, strict=True)))
+            current(torch.device("cuda", index)).submit(job, late=non_blocking)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in (
@@ -130,19 +149,23 @@ def fake_streams(gpu=0):
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
         patch.setattr(training_state, "has_peers", lambda: True)
         patch.setattr(tensors, "pinned", lambda buffer, devices: True)
-        patch.setattr(tensors, "mark", lambda device: current().record_event())
+        patch.setattr(tensors, "mark", lambda device: current(device).record_event())
         yield default
 
 
 def on_a_gpu(store, default):
-    """The state of this store lies on a GPU, which makes each update late, with the gradient of its step."""
+    """The state of this store lies on GPUs; the last one makes each update late, with its step's gradient."""
     state = store.state
-    state.device = torch.device("cuda")
-    state.devices = [state.device]
-    store.saver.sides = [Stream()]
+    streams = [default, *default.others]
+    state.devices = [torch.device("cuda", stream.gpu) for stream in streams]
+    store.saver.sides = [Stream(stream.gpu, stream.gpus) for stream in streams]
     step = state.optimizer.step
-    make_state(state.optimizer)
-    state.net.register_forward_pre_hook(lambda *_: default.go_on())
+
+    def arrive(*_):
+        for stream in streams:
+            stream.go_on()
+
+    state.net.register_forward_pre_hook(arrive)
 
     def launch():
         gradients = [p.grad for p in state.names]
@@ -154,25 +177,14 @@ def on_a_gpu(store, default):
             for p in state.names:
                 p.grad = None
 
-        default.submit(update, late=True)
+        streams[-1].submit(update, late=True)
 
     state.optimizer.step = launch
 
 
-def make_state(adam):
-    """As it is once a step was launched: the program has it at once, its numbers come late."""
-    for group in adam.param_groups:
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
-    adam.step()
-    for values in adam.state.values():
-        values["step"].zero_()
-    adam.zero_grad()
-
-
 @contextlib.contextmanager
-def fake_gpu():
-    """Yields `made(module, ...)`, the module on that GPU."""
+def fake_gpu(count=1):
+    """Yields `made(module, ...)`, the module on the first GPU."""
     nets = []
 
     def made(module, *arguments):
@@ -186,13 +198,44 @@ def fake_gpu():
             for hook in (p._post_accumulate_grad_hooks or {}).values():
                 hook(p)
 
-    with fake_streams(), FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
+    with (
+        fake_streams(count=count),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(torch.nn.Module, "to", moved)
         patch.setattr(torch.Tensor, "backward", backward)
+        patch.setattr(torch.autograd, "backward", backward)
+        patch.setattr(torch.cuda, "default_generators", [Generator() for _ in range(count)])
         patch.setattr(torch.Tensor, "tolist", lambda t: [1.0] * t.numel())
         patch.setattr(torch.Tensor, "item", lambda t: 1.0)
         for kind in (int, float, bool):
             patch.setattr(torch.Tensor, f"__{kind.__name__}__", lambda t, kind=kind: kind(1))
         yield made
+
+
+def moved(net, device):
+    """A net on that device: fake weights cannot be swapped in place, as `Module.to` would."""
+    for module in net.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.device != device:
+                module._parameters[name] = torch.nn.Parameter(p.detach().to(device))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer.to(device)
+    return net
+
+
+class Generator:
+    """Of one GPU: a number that grows with each draw."""
+
+    def __init__(self):
+        self.state = 0
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
 
 
 # ---- overflows ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A rank's share of a global batch of given tensors, as `batches` would cut it; the state of a net."""
+"""A rank's share of a global batch of given tensors, as `batches` would cut it; a net's state, its steps."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from common.data import Batch
 from common.data.loading import forward_sizes
 from common.data.samples import Samples as Split
 from common.sampler import share
-from common.training import TrainState, build_optimizer, find_task
+from common.training import Called, Gradient, TrainState, build_optimizer, engines_of, find_task, on_device
 from common.world import World
 
 CPU = torch.device("cpu")
@@ -54,6 +54,35 @@ class Samples(Split):
         return self.x[list(ids)], self.y[list(ids)]
 
 
-def state_of(net, opts, samples=100, **more):
-    more = {"task": find_task(opts)} | more
-    return TrainState(net, build_optimizer(net, opts), opts, samples, **more)
+def state_of(net, opts, samples=100, task=None, **more):
+    optimizer = build_optimizer(net, opts)
+    return TrainState(net, optimizer, opts, samples, task or find_task(opts), **more)
+
+
+class Steps:
+    """What the loop of elastic.py does with a batch, without data, a store and a rescue.
+
+    `net` is where `place` has put it; `split` has an example for a rank without samples.
+    """
+
+    def __init__(self, net, opts, world, place=on_device, split=None, samples=100, **more):
+        self.placed = place(net, opts, world)
+        self.state = state_of(net, opts, samples, **more)
+        (self.engine,) = engines_of(net, self.state.optimizer, opts, world)
+        self.model = Called(self.placed, self.state)
+        self.world = world
+        self.split = split
+
+    def backward(self, batch, task=None):
+        """The gradient of a global batch; returns this rank's totals."""
+        task = task or self.state.task
+        gradient = Gradient(self.engine, batch, self.state, self.world, self.split)
+        for samples in gradient.pieces():
+            gradient.add(task(self.model, samples))
+        return gradient.finish()
+
+    def step(self, batch):
+        totals = self.backward(batch)
+        self.state.update(batch.size)
+        self.state.end_step(self.world, len(batch.ids) / batch.size)
+        return totals

@@ -16,7 +16,7 @@ import torch
 from jobs import lives, rows
 from ranks import fork_ranks
 from refusals import refusal
-from samples import Facts, share_of, state_of
+from samples import Facts, Samples, Steps, share_of
 
 import common.elastic as house
 import train_ddp
@@ -26,8 +26,6 @@ from common.errors import guarded
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
-from common.training import Gradient
-from common.training.replicas import engines_of
 from common.world import world as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"
@@ -73,7 +71,7 @@ def life(world, script, opts, kill=None):
     house.leave = lambda world: None  # fork_ranks ends them together
     torch.manual_seed(os.getpid())  # nothing may depend on the generator a process happens to have
     if kill and kill[0] == world.rank:
-        die_at(*kill[1:])
+        die_at(script, *kill[1:])
     try:
         with guarded(debug=opts.debug):
             script.main(opts)
@@ -81,26 +79,29 @@ def life(world, script, opts, kill=None):
         return end.code
 
 
-def die_at(step, phase):
+def die_at(script, step, phase):
     def die(state):
         if state.progress.step + 1 == step:
             signal.raise_signal(signal.SIGKILL)
 
-    class Mortal(house.Gradient):
-        def __init__(self, engine, batch, state, world, split):
-            if phase == "before":
-                die(state)
-            if phase == "within" and world.size > 1:
-                state.net.register_forward_hook(lambda *_: die(state))
-            super().__init__(engine, batch, state, world, split)
+    run = house.Elastic
+    pieces = run._pieces
+    update = run.step
 
-        def finish(self):
-            totals = super().finish()
-            if phase == "after":
-                die(self.state)
-            return totals
+    def begin(self, batch):
+        if phase == "before":
+            die(self.state)
+        if phase == "within" and self.world.size > 1:
+            self.net.register_forward_hook(lambda *_: die(self.state))
+        return pieces(self, batch)
 
-    house.Gradient = Mortal
+    def add(self, *loss):
+        update(self, *loss)
+        if phase == "after" and self.gradient.is_last and self.progress.step == step:
+            signal.raise_signal(signal.SIGKILL)  # the step is counted, and in no checkpoint
+
+    run._pieces = begin
+    run.step = add
 
 
 def options(folder, given):
@@ -235,25 +236,15 @@ def test_more_processes_than_slices_are_refused():
 
 # ---- parts ----------------------------------------------------------------------------------------
 def small(world, virtual_ranks):
-    """A net of the tests, its state and a batch, without a script around them."""
+    """Steps of a net of the tests, without a script around them."""
     opts = options(Path("unused"), CNN | {"virtual_ranks": virtual_ranks})
     pinned.pin(opts)
     data = Facts("pictures", 4, (1, 12, 12))
-    net = build_model(opts, data)
-    state = state_of(net, opts, 107)
-    return engines_of(net, state.optimizer, opts, world)[0], state
+    return Steps(build_model(opts, data), opts, world, split=pictures_of_one(), samples=107)
 
 
-def backward(engine, batch, state, world):
-    """The gradient of a batch, as the loop computes it."""
-    gradient = Gradient(engine, batch, state, world, Split)
-    for samples in gradient.pieces():
-        gradient.add(state.task(state.net, samples))
-    return gradient.finish()
-
-
-class Split:
-    example = staticmethod(lambda: (torch.zeros(2, 1, 12, 12), torch.zeros(2, dtype=torch.long)))
+def pictures_of_one():
+    return Samples(torch.zeros(1, 1, 12, 12), torch.zeros(1, dtype=torch.int64))
 
 
 def batch_at(world, step, slices, size=24):
@@ -265,11 +256,11 @@ def batch_at(world, step, slices, size=24):
 
 def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
     def scaled(world):
-        engine, state = small(world, 3)
+        steps = small(world, 3)
+        state = steps.state
         state.opts = replace(state.opts, clip_grad_norm=0.0)
         state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        backward(engine, batch_at(world, 0, 3, size=1), state, world)
-        state.update(1)
+        steps.step(batch_at(world, 0, 3, size=1))
         return state.progress.step
 
     assert fork_ranks(3, scaled) == [1, 1, 1]
@@ -277,9 +268,9 @@ def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
 
 def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
     def infinite(world, virtual_ranks):
-        engine, state = small(world, virtual_ranks)
-        backward(engine, batch_at(world, 0, virtual_ranks), state, world)
-        state.update(24)
+        steps = small(world, virtual_ranks)
+        state = steps.state
+        steps.step(batch_at(world, 0, virtual_ranks))
         counted = [int(b) for n, b in state.statistics.committed.items() if n.endswith("num_batches_tracked")]
         return state.statistics.committed["0.infinite"].tolist(), counted
 
