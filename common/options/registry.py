@@ -25,6 +25,8 @@ DATASETS = {  # name: its function of (options), and the flags that not every da
     "tokens": ("common.data.datasets:tokens", ("data_dir", "vocab_size")),
 }
 EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported only where it is asked for
+    "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
+    "turns": "common.extras.turns:Turns",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 NAMES: dict[str, Collection[str]] = {  # of the flags that also take path/to/file.py:function

@@ -13,8 +13,8 @@ from common.device import is_gpu
 from common.errors import UserError
 from common.options import Options
 from common.training.bitwise import Slices
+from common.training.optimizer import turns_of
 from common.training.tasks import AMP, OWN, autocast
-from common.training.turns import Turns
 from common.world import World
 
 
@@ -102,7 +102,7 @@ def engines_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, world: World
 ) -> "list[Engine]":
     """One for each turn; None if this process is alone: autograd has the whole gradient then."""
-    turns = optimizer.order if isinstance(optimizer, Turns) else [optimizer]
+    turns = turns_of(optimizer)
     if opts.virtual_ranks:
         return [Slices(net, world, opts.virtual_ranks)] * len(turns)
     if world.size == 1:
@@ -112,7 +112,7 @@ def engines_of(
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
     # In a script rank 0 need not send its weights: the store has compared them. One's own may not seed.
     flags = {off: False, "init_sync": opts.task == OWN, "gradient_as_bucket_view": True}
-    if not isinstance(optimizer, Turns):
+    if turns == [optimizer]:
         return [DistributedDataParallel(Weights(net), **flags)]
     engines = {}
     for turn, one in enumerate(turns):

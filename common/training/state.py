@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from common.checkpoint import checkpoints, facts_of
 from common.device import mark, wait_by_asking
 from common.errors import UserError, blamed
-from common.options import Options
+from common.options import Options, extra
 from common.sampler import seed
-from common.training.memory import Memory, Settings, Thing
+from common.training.modes import Before, Modes
 from common.training.optimizer import (
     check_groups,
     groups_of,
@@ -33,14 +33,21 @@ from common.training.optimizer import (
     named_state,
     parts_of,
     take_state,
+    turns_of,
     unscale,
 )
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
-from common.training.tasks import Task, best_of
-from common.training.turns import Turns
+from common.training.tasks import OWN, Task, best_of
 from common.training.unsaved import FirstForward, warn_of_unsaved
 from common.world import World, has_peers
+
+
+class Thing(Protocol):
+    """What a loop may keep: a scheduler, an average of the net, a few lines of one's own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class TrainState:
@@ -55,13 +62,14 @@ class TrainState:
         task: Task,
         schedule: Callable[[int, int], float] | None = None,
         memory: dict[str, Thing] | None = None,
+        shuffled: bool = True,
     ):
         self.net = net
         self.optimizer = optimizer
         self.opts = opts
         self.task = task
-        self.turns = optimizer if isinstance(optimizer, Turns) else None
-        self.progress = Progress(opts, samples, len(self.turns.order) if self.turns else 1)
+        self.turns = optimizer if hasattr(optimizer, "turns") else None
+        self.progress = Progress(opts, samples, len(turns_of(optimizer)), shuffled)
         self.rate = lambda step: learning_rate(step, opts, self.progress.steps_per_epoch, schedule)
         if self.task.names:
             best_of(opts, self.task)  # a wrong --best is told before the first step
@@ -77,6 +85,8 @@ class TrainState:
             for p, name in self.names.items():
                 kind = torch.promote_types(p.dtype, torch.float32)  # in 16 bits they would stand still
                 self.ema[name] = p.detach().to(kind, copy=True)
+        self.modes = Modes(net)
+        self.resting: list[int] | None = None  # versions of the weights while an epoch ends
         self.lock = threading.RLock()
         self.updated: list[torch.Event | None] = []  # of each device, after all that has changed weights
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
@@ -84,9 +94,11 @@ class TrainState:
         self.first_forward = FirstForward(lambda: self.tensors()["model"])
         self.scheduled = bool(schedule or opts.lr_schedule != "constant" or opts.warmup_epochs)
         check_groups(optimizer, net)
-        self.set_rate()  # also one that a schedule begins with
-        self.settings = Memory({"settings": Settings(optimizer, self.names, self.scheduled)}, derived=True)
-        self.memory = Memory(memory or {})
+        if self.scheduled:
+            self.set_rate()  # an optimizer may look at it in its first step alone
+        self.memory = None  # torch's own optimizers keep tensors of weights, and nothing else
+        if memory or opts.task == OWN or ".py" in opts.optimizer:
+            self.memory = extra("memory")(optimizer, self.names, self.scheduled, memory or {})
         warn_of_unsaved(net, parts_of(optimizer)[-1])
 
     # ---- one step ----
@@ -137,9 +149,18 @@ class TrainState:
         finally:  # also if a peer has died behind its update
             with self.lock:
                 self.statistics.commit()
-                self.settings.commit()
-                self.memory.commit()
+                if self.memory:
+                    self.memory.commit()
                 self.updated = self.marks()
+
+    def end_epoch(self) -> None:
+        """What the loop has done at the end of an epoch, and its count: both or none."""
+        with self.changing():
+            self.statistics.commit()
+            if self.memory:
+                self.memory.commit(exactly=True)
+            self.progress.end_epoch()
+            self.resting = None
 
     def finish_gradient(self) -> None:
         """Overflow check and clipping."""
@@ -186,7 +207,8 @@ class TrainState:
             weights = [p.detach().to(a.dtype) for p, a in zip(self.names, averages, strict=True)]
             torch._foreach_lerp_(averages, weights, 1 - self.opts.ema_decay)
         self.statistics.commit()
-        self.settings.commit()
+        if self.memory:
+            self.memory.commit_settings()
         self.progress.count(size)
         self.heartbeat += 1
 
@@ -249,21 +271,60 @@ class TrainState:
                 self._set_weights(self.own)
                 self.own = {}
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside this block the net evaluates; outside nothing of it is left, and no checkpoint has it."""
+        outside = self.own
+        with self.changing():
+            before = Before(self.net)
+            self.own = before.weights | outside
+            self.net.eval()
+            merged = before.moved()
+        try:
+            yield
+        finally:
+            with self.changing():
+                self.modes.train()
+                before.put_back(merged)
+                self.own = outside
+            if before.weights:  # counted as changes, though they were undone
+                self.first_forward.renew()
+                self.resting = self.resting and self.versions
+
     @torch.no_grad()
     def _set_weights(self, weights):
         for p, weight in zip(self.names, weights.values(), strict=True):
             p.data.copy_(weight)  # not counted as a change: the same weights come back
 
+    # ---- the end of an epoch ----
+    @property
+    def versions(self) -> list[int]:
+        """How often torch has changed each weight."""
+        return [p._version for p in self.names]
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the loop has changed weights since the epoch's last step."""
+        return self.resting not in (None, self.versions)
+
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
+        if self.is_moved:
+            raise UserError(
+                "the loop has changed weights at the end of an epoch, and the next life would do it once more\n"
+                "the checkpoint before it stands",
+                code=1,
+            )
         committed = self.statistics.committed
         model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
         for name, p in self.net.named_parameters(remove_duplicate=False):
             model[name] = self.own.get(p, model[name])
         optimizer = {f"{name}/ema": average for name, average in self.ema.items()}
         optimizer |= named_state(self.optimizer, self.names)
-        return {"model": model, "optimizer": optimizer | self.settings.tensors() | self.memory.tensors()}
+        if self.memory:
+            optimizer |= self.memory.tensors()
+        return {"model": model, "optimizer": optimizer}
 
     def facts(self) -> Facts:
         """Progress and records, ready for JSON."""
@@ -276,8 +337,8 @@ class TrainState:
             average.copy_(remembered[f"{name}/ema"])
         of_weights = {name: t for name, t in remembered.items() if name[0] != "/" and name[-4:] != "/ema"}
         take_state(self.optimizer, self.names, of_weights)
-        self.settings.load(remembered)
-        self.memory.load(remembered)
+        if self.memory:
+            self.memory.load(remembered)
         self.statistics.reset()
         self.progress.load(facts)
         if facts["scaler"]:

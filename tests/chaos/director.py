@@ -40,7 +40,13 @@ FLAVOURS = {  # name: (flags, whether any world gives the same bits)
 }
 STAGES = {
     "stages": (
-        [f"--model={TESTS}/paced.py:deep", PACED[1], "--micro-batch-size=8", "--devices=cpu,cpu", "--lr=0.01"],
+        [
+            f"--model={TESTS}/paced.py:deep",
+            PACED[1],
+            "--micro-batch-size=8",
+            "--devices=cpu,cpu",
+            "--lr=0.01",
+        ],
         False,
     ),
 }

@@ -11,6 +11,7 @@ from test_bitwise import CNN, life, options, run
 
 import train_ddp
 from common.sampler import share
+from common.training import Gradient
 from common.training.bitwise import checked
 
 EVERY = {"cross_check": 2, "epochs": 3, "save_every": 1, "keep": 20}
@@ -22,14 +23,16 @@ def broken(world, opts, rank, first, last, again):
     With `again` also when it computes a slice once more.
     """
     linear = torch.nn.functional.linear
-    original = train_ddp.backward
     wrong = []
+    pieces = Gradient.pieces
 
-    def backward(model, batch, state, world):
-        wrong[:] = [True] * (first <= state.progress.step + 1 <= last)
-        totals = original(model, batch, state, world)
-        wrong[:] = wrong * again
-        return totals
+    def of_one_more(self):
+        for samples in pieces(self):
+            again_now = bool(self.votes)  # the slice that is computed once more
+            at_fault = first <= self.state.progress.step + 1 <= last
+            wrong[:] = [True] * (at_fault and (again or not again_now))
+            yield samples
+            wrong.clear()
 
     def flipped(*args):
         out = linear(*args)
@@ -38,7 +41,7 @@ def broken(world, opts, rank, first, last, again):
         return out
 
     if world.rank == rank:
-        train_ddp.backward = backward
+        Gradient.pieces = of_one_more
         torch.nn.functional.linear = flipped
     return life(world, train_ddp, opts)
 

@@ -15,9 +15,9 @@ from torch import nn
 from common.checkpoint.folder import checkpoints
 from common.data.samples import TensorSamples
 from common.options import Options
-from common.training import evaluate
+from common.training import Task, evaluate
 from common.training.evaluate import BLOCK, block_size
-from common.training.tasks import SHOWN_SAMPLES, task_of
+from common.training.tasks import SHOWN_SAMPLES
 
 
 def split_of(n, width=5):
@@ -38,7 +38,7 @@ def metrics_of(world, n, ema=0.0):
     if ema:
         for tensor in state.ema.values():
             tensor.zero_()
-    return evaluate(net, split_of(n), state, world), net[0].weight.tolist()
+    return evaluate(net, split_of(n), state, world, state.task), net[0].weight.tolist()
 
 
 @pytest.mark.parametrize("n", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
@@ -66,12 +66,13 @@ def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
 def test_a_judge_that_returns_nothing_for_one_block_is_told_so():
     net = nn.Linear(5, 3)
 
-    def judge(net, batch, state):
+    def judge(net, batch):
         if len(batch[0]) == BLOCK:
             return {"acc": (1, 1)}
 
     with refusal("what --task judge returned"):
-        evaluate(net, split_of(BLOCK + 1), state_of(net, Options()), ALONE, task_of(judge, "judge"))
+        task = Task(judge, [], spec="judge")
+        evaluate(net, split_of(BLOCK + 1), state_of(net, Options()), ALONE, task)
 
 
 @pytest.mark.parametrize("between", ["evaluate", "update"])
@@ -81,7 +82,7 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
     def live(world):
         with fake_streams():
             state, store = a_run(world, run, "--ema-decay=0.5")
-            state.device = torch.device("cuda")
+            state.devices = [torch.device("cuda")]
             step(state)
             step(state)
             wanted = {n: t.clone() for n, t in state.net.state_dict().items()}
@@ -98,7 +99,7 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
             if between == "evaluate":
                 fetch = split.fetch
                 split.fetch = lambda *args: (land(), fetch(*args))[1]  # while the net has the averages
-                evaluate(state.net, split, state, world)
+                evaluate(state.net, split, state, world, state.task)
             else:
                 step(state)
                 land()

@@ -6,20 +6,21 @@ import pytest
 import torch
 from ranks import fork_ranks
 from refusals import refusal
-from samples import share_of, state_of
+from samples import ALONE, Samples, Steps, share_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from common.errors import blamed
 from common.options import Options
-from common.training import backward, distribute, find_task
-from common.training.replicas import CpuReplicas
-from common.training.step import forward
+from common.training import replicate
+from common.training.replicas import Called, CpuReplicas
 from common.training.tasks import nothing
 
+EXAMPLES = Samples(torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
 
-def make_state(net, n=64, **flags):
-    opts = Options(**flags)
-    return state_of(net, opts, n)
+
+def steps_of(net, world=ALONE, **flags):
+    return Steps(net, Options(**flags), world, split=EXAMPLES, samples=64)
 
 
 def small_net(norm=False):
@@ -37,11 +38,10 @@ def batch_of(size, rank=0, world=1, opts=None):
 
 
 def gradient_of(world, size, flags):
-    state = make_state(small_net(), log_every=1, **flags)
-    model = distribute(state.net, state.opts, world)
-    batch = batch_of(size, world.rank, world.size, state.opts)
-    totals = world.all_sum(backward(model, batch, state, world))
-    return [p.grad.clone().tolist() for p in state.net.parameters()], totals.tolist()
+    net = small_net()
+    steps = steps_of(net, world, **flags)
+    totals = world.all_sum(steps.backward(batch_of(size, world.rank, world.size, steps.state.opts)))
+    return [p.grad.clone().tolist() for p in net.parameters()], totals.tolist()
 
 
 def full_batch_gradient(size, smoothing=0.0):
@@ -73,13 +73,13 @@ def test_the_gradient_is_the_full_batch_gradient_at_any_world_size_and_micro_bat
 
 
 def step_with_batch_norm(world):
-    state = make_state(small_net(norm=True))
-    model = distribute(state.net, state.opts, world)
+    net = small_net(norm=True)
+    steps = steps_of(net, world)
     for size in (9, 8, 2):  # the last one leaves ranks without a sample
         batch = batch_of(size, world.rank, world.size)
-        backward(model.eval() if len(batch.ids) == 1 else model, batch, state, world)
-        state.update(size)
-    views = state.net.named_buffers(), state.statistics.committed.items()
+        net.train(len(batch.ids) != 1)
+        steps.step(batch)
+    views = net.named_buffers(), steps.state.statistics.committed.items()
     return [{n: b.tolist() for n, b in view} for view in views]
 
 
@@ -128,12 +128,9 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     opts = Options(script="dp", amp="fp16")
     seen = []
     net[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
-    state = SimpleNamespace(net=net, opts=opts, names=dict.fromkeys(net.parameters()))
-    state.progress = SimpleNamespace(next_is_logged=True)
     world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
-    state.task = find_task(opts)
-    batch = batch_of(7)
-    forward(distribute(net, opts, world), (batch.x.float(), batch.y), state, state.task.zeros(world.device))
+    state = SimpleNamespace(net=net, opts=opts, heartbeat=0, device=world.device)
+    Called(replicate(net, opts, world), state)(batch_of(7).x.float())
     assert seen == [torch.float16]
 
 
@@ -143,13 +140,12 @@ class Fails(nn.Linear):
 
 
 def test_a_net_that_fails_on_a_batch_is_refused_at_any_step_with_its_file_and_line():
-    net = Fails(5, 3)
-    state = make_state(net, model=f"{__file__}:net")
-    state.progress.step = 400
+    steps = steps_of(Fails(5, 3), model=f"{__file__}:net")
+    steps.state.progress.step = 400
     batch = batch_of(4)
     said = r"RuntimeError: shape '\[-1, 5\]'.*\n.*test_step.py, line \d+"
-    with refusal(said):
-        forward(net, (batch.x.float(), batch.y), state, state.task.zeros(torch.device("cpu")))
+    with refusal(said), blamed():  # as round a life
+        steps.backward(share_of(batch.x.float(), batch.y, steps.state.opts))
 
 
 def test_compiled_code_is_not_copied_to_many_devices():
@@ -157,17 +153,16 @@ def test_compiled_code_is_not_copied_to_many_devices():
     opts = Options(script="dp", compile=True)
     one = torch.device("cpu")
     with refusal("--compile: train_dp.py copies the net to its devices"):
-        distribute(net, opts, SimpleNamespace(devices=(one, one), device=one))
+        replicate(net, opts, SimpleNamespace(devices=(one, one), device=one))
 
 
 def synced(world, size, micro):
     """Samples of each forward of a rank under --sync-bn; in each, SyncBatchNorm would wait for all ranks."""
     net = small_net()
     seen = []
-    state = make_state(net, sync_bn=True, micro_batch_size=micro)
+    steps = steps_of(net, world, sync_bn=True, micro_batch_size=micro)
     net.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
-    batch = batch_of(size, world.rank, world.size, state.opts)
-    backward(distribute(net, state.opts, world), batch, state, world)
+    steps.backward(batch_of(size, world.rank, world.size, steps.state.opts))
     return seen
 
 
@@ -195,13 +190,12 @@ class Turning(nn.Module):
 @pytest.mark.parametrize("slices", [0, 4])
 def test_a_complex_buffer_stays_what_it_is_and_a_large_counter_counts(slices):
     def step(world):
-        state = make_state(Turning(), virtual_ranks=slices)
-        before = state.net.turn.clone()
-        model = distribute(state.net, state.opts, world)
+        net = Turning()
+        before = net.turn.clone()
+        steps = steps_of(net, world, virtual_ranks=slices)
         for size in (16, 1):  # then the first rank has no sample
-            backward(model, batch_of(size, world.rank, world.size, state.opts), state, world)
-            state.update(size)
-        return torch.equal(state.net.turn, before), int(state.net.seen)
+            steps.step(batch_of(size, world.rank, world.size, steps.state.opts))
+        return torch.equal(net.turn, before), int(net.seen)
 
     assert fork_ranks(2, step) == [(True, 2**24 + 2)] * 2
 
@@ -225,10 +219,9 @@ class Flawed(nn.Module):
 @pytest.mark.parametrize("slices, words", [(0, "finished reduction"), (4, "use_reentrant=False")])
 def test_a_gradient_that_ranks_would_not_average_whole_is_refused_before_the_update(slices, words):
     def live(world):
-        state = make_state(Flawed(slices), virtual_ranks=slices)
-        batch = batch_of(16, world.rank, world.size, state.opts)
+        steps = steps_of(Flawed(slices), world, virtual_ranks=slices)
         with refusal(words):
-            backward(distribute(state.net, state.opts, world), batch, state, world)
+            steps.backward(batch_of(16, world.rank, world.size, steps.state.opts))
 
     fork_ranks(2, live)
 

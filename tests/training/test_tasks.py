@@ -1,22 +1,19 @@
 """Tasks of one's own: exact means, the same bits at any world; what cannot be is refused at the start."""
 
 import math
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from jobs import TESTS
 from ranks import fork_ranks
 from refusals import refusal
-from samples import ALONE, CPU, state_of
+from samples import ALONE, Steps
 
 from common.data import Batch, batches, load_data
 from common.models import build_model
 from common.options import Options
 from common.sampler import ElasticSampler
-from common.training import backward, distribute, evaluate, find_task, prepare
-from common.training.progress import Progress
+from common.training import evaluate, find_task
 
 
 def options(name, **more):
@@ -40,18 +37,15 @@ class Life:
             fetch = type(self.data.train).fetch
             for part in (self.data.train, self.data.test):
                 part.fetch = lambda *a, part=part: doubled(fetch(part, *a))
-        net = prepare(net, opts, world, self.data, self.task)
-        self.model = distribute(net, opts, world)
         n = len(self.data.train)
-        self.state = state_of(net, opts, n, task=self.task)
+        self.steps = Steps(net, opts, world, split=self.data.train, samples=n, task=self.task)
+        self.state = self.steps.state
         self.order = ElasticSampler(
             n, opts.global_batch_size, world.rank, world.size, opts.seed, slices=opts.virtual_ranks
         )
 
     def step(self, batch):
-        totals = self.world.all_sum(backward(self.model, batch, self.state, self.world))
-        self.state.update(batch.size)
-        return self.state.note(totals)
+        return self.state.note(self.world.all_sum(self.steps.step(batch)))
 
     def epoch(self, most=99):
         self.state.net.train()
@@ -62,7 +56,7 @@ class Life:
         return {name: tensor.clone() for name, tensor in self.state.net.state_dict().items()}
 
     def evaluation(self):
-        return evaluate(self.state.net, self.data.test, self.state, self.world)
+        return evaluate(self.steps.model, self.data.test, self.state, self.world, self.task)
 
 
 def doubled(tree):
@@ -100,12 +94,7 @@ def one_epoch(world, scale):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count(monkeypatch, world):
-    def on_cpus(net, opts, world, data, task):
-        task.try_out(net, data, opts, CPU)
-        return net
-
-    monkeypatch.setattr(sys.modules[__name__], "prepare", on_cpus)  # which refuses fp16 there
+def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count(world):
     before = build_model(options("padded"), load_data(options("padded"))).state_dict()
     (wanted,) = fork_ranks(1, one_epoch, False)
     for weights in fork_ranks(world, one_epoch, True):
@@ -121,7 +110,7 @@ def loss(net, batch):
     x, y = batch
     out = net(x)
     error = (out.squeeze(1) - y).square()
-    first = len(y) == 1
+    last = len(y) == 8
     {body}
 {more}
 """
@@ -138,46 +127,40 @@ GOOD = "return {'loss': (error.sum(), len(y))}"
 @pytest.mark.parametrize(
     "body, more, given, words",
     [
-        # at the start
+        # in the first step
         ("return error.mean()", "", {}, "wanted each time"),
         ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2)}", "", {}, "n: numbers without a count"),
         ("return {'loss': (out.summ(), len(y))}", "", {}, "own.py, line 8"),
         (GOOD, "", {"best": "f1"}, "the task has no 'f1'"),
         (GOOD, "def finish(m): return m['f1']", {}, "own.py, line 9"),
         # in a later step
-        ("return {'loss': (error.sum(), len(y))} | ({'more': (1, 1)} if first else {})", "", {}, "KeyError"),
+        ("return {'loss': (error.sum(), len(y))} | ({} if last else {'more': (1, 1)})", "", {}, "KeyError"),
         (
-            "return {'loss': (error.sum(), len(y)), 'n': torch.ones(2 if first else 1).int()}",
+            "return {'loss': (error.sum(), len(y)), 'n': torch.ones(2 if last else 1).int()}",
             "",
             {},
             "one shape",
         ),
         ("return {'loss': (error.sum().item(), len(y))}", "", {}, "loss has no gradient, but counts 11"),
-        ("return {'loss': (error.sum(), 1.0 if first else float('nan'))}", "", {}, "the loss is nan"),
+        ("return {'loss': (error.sum(), float('nan') if last else 1.0)}", "", {}, "the loss is nan"),
     ],
 )
 def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, more, given, words):
     with refusal(words, code=5 if "nan" in words else 2):
         life = Life(own_task(tmp_path, body, more, **given))
-        life.epoch(1)
+        life.epoch()
     assert "nan" not in words or life.state.spoiled, "nothing is kept"
 
 
-@pytest.mark.parametrize("body", ["out = out + net(x)", "out = net(x.flip(0))", "out = net[0](x)"])
-def test_in_stages_a_task_gets_the_output_for_the_inputs_of_the_batch_once_or_is_refused(tmp_path, body):
-    life = Life(own_task(tmp_path, f"{body}; {GOOD}"))
-    batch = life.data.train.fetch([0, 1])
-    with refusal("calls the net once|not subscriptable"):
-        life.task.answered(life.state.net(batch[0]), batch, life.state)
-
-
 # ---- what is shown and kept -----------------------------------------------------------------------------
-def test_a_mean_is_found_in_a_sum_and_a_sum_over_many_steps_costs_nothing():
+def test_a_mean_with_a_count_and_a_sum_without_one_are_refused():
     task = find_task(Options())
     x = torch.ones(3, requires_grad=True)
-    task.check_sum(sum(x.sum() for _ in range(5000)))
     with refusal("the loss is a mean"):
-        task.check_sum(x.sum() + x.square().mean())
+        task.minimised({"loss": (x.square().mean(), 3)}, [x])
+    with refusal("the loss is a sum, of how many things"):
+        task.summed(x.square().sum(), None, 3)
+    assert task.summed(x.mean(), None, 3)[0] == 3 and task.summed(x.sum(), 3, 7) == (x.sum(), 3)
 
 
 def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
@@ -208,25 +191,21 @@ def test_sequences_have_the_mean_over_their_targets_or_over_those_that_count(nam
     if name == "tokens":
         wanted["perplexity"] = math.exp(loss)
     for batch in ((x, y), {"input": x, "labels": y}):
-        logged = SimpleNamespace(next_is_logged=True)
-        values = task(net, batch, SimpleNamespace(net=net, opts=opts, task=task, progress=logged))
-        assert task.metrics(task.add(task.zeros(CPU), values)) == pytest.approx(wanted, rel=1e-9)
+        with torch.set_grad_enabled(training):
+            values = task(net, batch)
+        values.pop("predictions", None)
+        assert task.metrics(task.counted(values)) == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["classify", "tokens"])
-def test_right_answers_are_counted_in_a_step_that_is_logged_and_in_evaluations(name):
-    opts = Options(task=name, log_every=3)
-    task = find_task(opts)
+def test_right_answers_are_counted_in_a_step_and_in_evaluations(name):
+    task = find_task(Options(task=name))
     net = torch.nn.Embedding(7, 7)
     x = torch.randint(7, (2, 4))
     y = net(x).argmax(-1)  # all answers are right
-    state = SimpleNamespace(net=net, opts=opts, task=task, progress=Progress(opts, 99))
     for training in (True, False):
-        net.train(training)
-        for state.progress.step in range(6):
-            right, count = task(net, (x, y), state)["acc"]
-            shown = not training or state.progress.step in (2, 5)
-            assert (right, count) == (8 if shown else 0, 8)
+        with torch.set_grad_enabled(training):
+            assert task(net, (x, y))["acc"] == (8, 8)
 
 
 @pytest.mark.parametrize("slices", [0, 4])

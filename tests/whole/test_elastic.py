@@ -162,7 +162,10 @@ def test_a_first_group_without_a_rate_leaves_the_others_theirs(jobs, script):
     change(
         script,
         ("net.parameters()", groups),
-        (STEP, f"{STEP}\n                assert [group['lr'] > 0 for group in optimizer.param_groups] == [0, 1]"),
+        (
+            STEP,
+            f"{STEP}\n                assert [group['lr'] > 0 for group in optimizer.param_groups] == [0, 1]",
+        ),
     )
     jobs.start(script).ends_with(0)
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusals import refusal
-from samples import ALONE, share_of, state_of
+from samples import ALONE, Steps, share_of
 from torch import nn
 
 from common.errors import blamed
 from common.options import Options
-from common.training import backward, distribute, prepare
+from common.training import prepare
 from common.world import world as pinned
 
 
@@ -45,11 +45,9 @@ class Refused(nn.Linear):
 def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
     opts = Options(virtual_ranks=2, global_batch_size=4)
     pinned.pin(opts)
-    net = Refused(4, 2)
-    state = state_of(net, opts, 4)
+    steps = Steps(Refused(4, 2), opts, ALONE)
     with refusal() as told, blamed():  # as round a life
-        batch = share_of(torch.randn(4, 4), torch.arange(4) % 2, opts)
-        backward(distribute(net, opts, ALONE), batch, state, ALONE)
+        steps.backward(share_of(torch.randn(4, 4), torch.arange(4) % 2, opts))
     for words in ("put_", "--debug", "--virtual-ranks", "replace the layer"):
         assert words in str(told.value)
 
@@ -62,14 +60,12 @@ CUDNN = "one layer"  # it has a state of its own, which moves on with each forwa
     [
         ("cpu", {"tf32": True}, 0.0, "--tf32 works on GPUs only"),
         ("cuda", {"virtual_ranks": 2}, 0.5, CUDNN),
-        ("cuda", {"script": "mp", "recompute": True}, 0.5, CUDNN),
         ("cuda", {"virtual_ranks": 2}, 0.0, ""),
         ("cuda", {}, 0.5, ""),
     ],
 )
 def test_what_a_device_cannot_do_or_cannot_do_again_is_refused(device, flags, dropout, refused):
-    world = SimpleNamespace(device=torch.device(device), devices=(torch.device(device),), stages=1)
+    world = SimpleNamespace(device=torch.device(device), devices=(torch.device(device),))
     net = nn.LSTM(4, 4, num_layers=2, dropout=dropout)
-    task = SimpleNamespace(try_out=lambda *_, **__: None)
     with refusal(refused) if refused else contextlib.nullcontext():
-        prepare(net, Options(**flags), world, None, task, torch.device("cpu"))
+        prepare(net, Options(**flags), world)

@@ -1,6 +1,5 @@
 import faulthandler
 import gc
-import itertools
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +16,11 @@ from refusals import refusal
 from common.errors import UserError
 from common.options import Options
 from common.place import here
-from common.world import World, gather, join
+from common.world import gather, join
 from common.world import rendezvous as meeting
 from common.world import world as worlds
 from common.world.rendezvous import fresh_store
-from common.world.world import choose_devices, copies_of
+from common.world.world import choose_devices
 
 
 def test_without_torchrun_the_world_is_one_rank_in_a_process_made_ready():
@@ -181,18 +180,6 @@ def test_ranks_that_wait_for_one_that_never_comes_give_up_and_their_agents_meet_
     fork_ranks(2, rank_1_never_comes)
 
 
-def rank_3_dies_as_stages_form_groups(world):
-    if world.rank < 3:
-        worlds.MEETING = timedelta(seconds=1)
-        with pytest.raises(RuntimeError):  # a time-out
-            world.in_stages(2)
-
-
-def test_ranks_that_form_groups_with_one_that_has_died_give_up_as_soon():
-    """Nobody watches yet: they waited for an hour, where a machine with two of four ranks died here."""
-    fork_ranks(4, rank_3_dies_as_stages_form_groups)
-
-
 def rank_2_dies_before_anybody_watches(world):
     if world.rank == 2:
         os._exit(1)
@@ -226,32 +213,3 @@ def test_lifelines_go_over_ipv6_too(monkeypatch):
     assert len(lines) == 2
     for line in lines:
         line.close()
-
-
-# ---- rows by columns ------------------------------------------------------------------------------
-def test_shard_any_world_is_whole_copies_whose_ranks_hold_no_more_than_they_must():
-    for replicas, shards in itertools.product(range(1, 65), range(1, 65)):
-        copies = copies_of(replicas, shards)
-        world = World(replicas - 1, replicas, 0, 1, (), "life", shards=replicas // copies)
-        assert world.parts * world.copies == replicas
-        assert world.shards >= min(shards, replicas)
-        assert (world.part, world.copy) == (world.parts - 1, copies - 1)
-    assert [copies_of(size, 4) for size in (8, 4, 6, 2)] == [2, 1, 1, 1]
-    assert [copies_of(size, 0) for size in (1, 5)] == [1, 5]
-
-
-def places_in(world, stages, shards):
-    """(copy, part) of this rank, and the sums of all ranks over each of its groups."""
-    world = world.in_stages(stages, shards)
-    groups = world.stage_group, world.shard_group, world.column, world.peers
-    sums = [int(world.all_sum(torch.tensor(1 << world.rank), group)) for group in groups]
-    return world.copy, world.part, *sums
-
-
-def test_a_copy_lies_on_consecutive_ranks_and_a_part_is_held_by_one_rank_of_each_copy():
-    ranks = fork_ranks(8, places_in, 2, 2)
-    assert [copy for copy, *_ in ranks] == 4 * [0] + 4 * [1]
-    assert [part for _, part, *_ in ranks] == 2 * [0, 2, 1, 3]
-    bits = [sums for _, _, *sums in ranks]
-    assert bits[0] == [0b11, 0b101, 0b10001, 0b1010101]
-    assert bits[7] == [0b11000000, 0b10100000, 0b10001000, 0b10101010]
