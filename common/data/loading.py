@@ -81,11 +81,19 @@ class Batch(NamedTuple):
     @property
     def x(self) -> Tensor:
         """The inputs, of (input, target)."""
-        return self.data[0]
+        return self._part(0)
 
     @property
     def y(self) -> Tensor:
-        return self.data[1]
+        return self._part(1)
+
+    def _part(self, number):
+        if isinstance(self.data, (tuple, list)):
+            return self.data[number]
+        raise UserError(
+            f"a batch is a {type(self.data).__name__}, and no pair with batch.x and batch.y\n"
+            "take batch.data: what collate has made"
+        )
 
 
 def batches(samples: Samples, order: ElasticSampler, opts: Options) -> Iterator[Batch]:

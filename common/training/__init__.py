@@ -5,4 +5,4 @@ from common.training.optimizer import build_optimizer, parts_of, turns_of
 from common.training.replicas import Called, engines_of, on_device, prepare, replicate
 from common.training.state import Thing, TrainState
 from common.training.step import Gradient
-from common.training.tasks import Task, find_task
+from common.training.tasks import JUDGE, Task, find_task

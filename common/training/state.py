@@ -312,7 +312,7 @@ class TrainState:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
         if self.is_moved:
             raise UserError(
-                "the loop has changed weights at the end of an epoch, and the next life would do it once more\n"
+                "the loop has changed weights at the end of an epoch: a life that begins there would again\n"
                 "the checkpoint before it stands",
                 code=1,
             )

@@ -181,7 +181,7 @@ def test_without_virtual_ranks_it_says_that_the_number_of_processes_counts(jobs,
 def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, run, verify):
     (tmp_path / "story.txt").write_text("Once upon a time. " * 200)
     jobs.start(
-        "train_mp.py",
+        ROOT / "train_mp.py",
         f"--run-dir={run}",
         "--model=gpt:1x2x16",
         "--dataset=text:16",

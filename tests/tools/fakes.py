@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from common.checkpoint import tensors
 from common.training import state as training_state
 
-
 # ---- streams --------------------------------------------------------------------------------------
 HERE = threading.local()  # the GPU of this thread, and its stream on each GPU
 
