@@ -68,12 +68,15 @@ def _permute_grid(x, rows, columns, keys):
     return row.mul_(columns).add_(column)
 
 
-def permute(positions: range | list[int] | Tensor, n: int, seed: int, epoch: int) -> Tensor:
+def permute(positions: range | list[int] | Tensor, n: int, seed: int | None, epoch: int) -> Tensor:
     """Return the ids at these positions of the shuffled epoch; n costs neither memory nor time.
 
-    n is at most 2**62: then both halves of a position are below 2**31, and their products fit in int64.
+    Without a seed samples come in the order of the dataset. n is at most 2**62: then both halves of a
+    position are below 2**31, and their products fit in int64.
     """
     x = torch.as_tensor(positions, dtype=torch.int64)
+    if seed is None:
+        return x
     rounds = ROUNDS if n > 1000 else 4 * ROUNDS  # in a tiny grid each turn moves little
     keys = [hash_seed("order", seed, epoch, turn) for turn in range(rounds)]
     rows = math.isqrt(n - 1) + 1  # any number gives a permutation; near the root both halves are mixed well
@@ -129,7 +132,7 @@ class ElasticSampler(Sampler):
         global_batch_size: int,
         rank: int = 0,
         world: int = 1,
-        seed: int = 0,
+        seed: int | None = 0,
         slices: int = 0,
     ) -> None:
         if isinstance(length_or_dataset, Sized):

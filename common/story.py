@@ -116,7 +116,7 @@ def life_event(run):
         "turns": run.progress.turns,
         "turn": run.progress.turn,
         "n": len(run.data.train),
-        "seed": run.opts.seed,
+        "seed": run.progress.order[1],
         "global_batch_size": run.opts.global_batch_size,
         "epochs": run.opts.epochs,
         "began": run.clock.began,

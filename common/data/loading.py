@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from common.data.datasets import user_dataset
 from common.data.samples import Data, DatasetSamples, Samples, data_of, map_tensors
 from common.device import gpus
-from common.errors import blamed
+from common.errors import UserError, blamed
 from common.options import DATASETS, Options, extra, find_function, kind_of
 from common.sampler import ElasticSampler, share
 
@@ -77,11 +77,19 @@ class Batch(NamedTuple):
     @property
     def x(self) -> Tensor:
         """The inputs, of (input, target)."""
-        return self.data[0]
+        return self._part(0)
 
     @property
     def y(self) -> Tensor:
-        return self.data[1]
+        return self._part(1)
+
+    def _part(self, number):
+        if isinstance(self.data, (tuple, list)):
+            return self.data[number]
+        raise UserError(
+            f"a batch is a {type(self.data).__name__}, and no pair with batch.x and batch.y\n"
+            "take batch.data: what collate has made"
+        )
 
 
 def batches(samples: Samples, order: ElasticSampler, opts: Options) -> Iterator[Batch]:

@@ -21,6 +21,7 @@ from common.errors import UserError, blamed, one_line, warn
 from common.options import Options, extra
 from common.sampler import seeded, uniforms
 
+FLOAT32_WHOLE = 1 << 24  # up to there float32 has every whole number
 WORDS = (torch.int16, torch.int32, torch.int64)
 Nested = Any  # of dicts, lists and tuples, with tensors as leaves: what a collate returns
 
@@ -249,7 +250,9 @@ def as_input(x):
     if is_picture(x):
         return x.float().div_(255)
     if x.is_floating_point() or x.dtype == torch.uint8:
-        return x.float()
+        narrow = x.float()
+        loses = (narrow != x) & (x.abs() >= FLOAT32_WHOLE)  # time stamps, ids: others would be one number
+        return x if loses.any() else narrow
     return x.long() if x.dtype in WORDS else x
 
 

@@ -83,7 +83,7 @@ def slice_of(v, split, state):
     """(v, ids, samples) of slice v of this step's batch, whose ever it is."""
     progress = state.progress
     opts = replace(state.opts, workers=0)
-    alone = ElasticSampler(progress.samples, opts.global_batch_size, v, opts.virtual_ranks, opts.seed)
+    alone = ElasticSampler(progress.samples, opts.global_batch_size, v, opts.virtual_ranks, progress.order[1])
     alone.set_epoch(progress.epoch, progress.position)
     batch = next(batches(split, alone, opts))
     return v, batch.ids, batch.data if batch.ids else None

@@ -38,6 +38,8 @@ EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported o
     "bit_facts": "common.extras.bits:facts",  # with virtual_ranks
     "cross_check": "common.extras.votes:VotedGradient",
     "copy_to": "common.extras.bucket:Bucket",
+    "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
+    "turns": "common.extras.turns:Turns",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 NAMES: dict[str, Collection[str]] = {  # of the flags that also take path/to/file.py:function

@@ -71,7 +71,7 @@ def refuse_without_progress(lives: Iterable[Life], state: TrainState) -> None:
         return
     errors = [event["why"] for event in named(chain(*reversed(row)), "error")]
     first = [*errors, "killed, no error was noted"][0]
-    order = ElasticSampler(progress.samples, state.opts.global_batch_size, seed=state.opts.seed)
+    order = ElasticSampler(progress.samples, state.opts.global_batch_size, seed=progress.order[1])
     order.set_epoch(progress.epoch, progress.samples if progress.finished else progress.position)
     samples = ", ".join(map(str, next(iter(order), [])[:SAMPLES_NAMED]))
     raise UserError(

@@ -18,6 +18,7 @@ from common.place import STOP, here, this_process
 from common.rescue.alarm import Alarm
 from common.rescue.hang import Hang
 from common.rescue.lifelines import Lifelines
+from common.rescue.parting import Parting
 from common.world import gather
 
 STEP_SECONDS = 10.0  # for a signalled main thread to end its step; plain torchrun kills after 30
@@ -36,6 +37,7 @@ class Watch:
         self.stopped = False
         self.lifelines = Lifelines(world, self.processes)
         self.hang = Hang(state, world, self.lifelines.tell)
+        self.loop = Parting(state, world, self.lifelines.tell)
         self.signal = ""  # the name of the first one
         self.signalled = Alarm()
         self._catch_signals()
@@ -91,7 +93,8 @@ class Watch:
         messages = self.lifelines.hear(line)
         if messages is not None:
             for message in messages:
-                self.hang.hear(message)
+                if not self.loop.hear(message):
+                    self.hang.hear(message)
             return
         self.selector.unregister(line)
         if self.hang.found.is_set():

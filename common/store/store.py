@@ -134,7 +134,9 @@ class CheckpointStore:
         if self.world.size == 1:
             return
         step = state.progress.step
-        tensors = state.tensors()["model"] | state.settings.tensors() | state.memory.tensors()
+        tensors = state.tensors()["model"]
+        if state.memory:
+            tensors |= state.memory.tensors()
         rows = gather(self.world, [fingerprint_of(tensors.values()), step])
         odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
         life_begins = self.saver.agreed < 0

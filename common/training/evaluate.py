@@ -13,7 +13,7 @@ from common.data import loaded
 from common.sampler import seed
 from common.training.state import TrainState
 from common.training.step import placed
-from common.training.tasks import OWN, SHOWN_SAMPLES, Task
+from common.training.tasks import JUDGE, OWN, SHOWN_SAMPLES, Task
 from common.world import World, gather
 
 BLOCK = 256  # samples per forward: the same blocks at every world size
@@ -24,14 +24,13 @@ BLOCK_LOGITS = 1 << 24  # outputs per forward, if these are fewer samples: 64 Mi
 @torch.no_grad()
 def evaluate(model: Callable, split: Any, state: TrainState, world: World, task: Task) -> dict[str, Any]:
     """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
-    state.net.eval()
     predictions = torch.empty(0)  # and labels, of the last block
     blocks = torch.arange(len(split)).split(block_size(split, state.opts))
     mine = range(world.rank, len(blocks), world.size)
     cuts = ([blocks[number].tolist()] for number in mine)
     rows = {}  # {number of a block: its sums and counts}
     totals = torch.zeros(())  # of this rank's blocks, with whole numbers
-    with state.averaged():
+    with state.averaged(), state.evaluating():
         for number, [(_, samples)] in zip(mine, loaded(split, cuts, state.opts), strict=True):
             state.heartbeat += 1
             seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world
@@ -51,6 +50,8 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
     sums = world.all_sum(table).cumsum(0)[-1]
     totals[: len(sums)] = sums
     metrics = {f"val_{name}": value for name, value in task.metrics(totals).items()}
+    if task.spec == JUDGE:
+        metrics |= task.whole(totals)
     if len(split) <= SHOWN_SAMPLES:
         is_whole = predictions.shape == (2, len(split))  # the last block had all samples
         for pair in filter(None, gather(world, is_whole and predictions.tolist())):

@@ -50,6 +50,7 @@ def checked(optimizer, opts):
                     f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
                     "give --lr, and a group with another rate a `scale`"
                 )
+            group["lr"] = opts.lr * group.get("scale", 1.0)
     return optimizer
 
 
@@ -64,6 +65,11 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
                 if isinstance(other, torch.optim.Optimizer) and other not in parts:
                     parts.append(other)
     return parts
+
+
+def turns_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Those that take turns with a batch; usually it is one."""
+    return getattr(optimizer, "turns", [optimizer])
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict]:
@@ -100,7 +106,7 @@ def named_state(optimizer, names):
     named = {}
     for i, part in enumerate(parts_of(optimizer)):
         for p, values in part.state.items():
-            for key, value in values.items():
+            for key, value in values.items() if p in names else ():
                 if torch.is_tensor(value):
                     part_of = f"{i}." if i or key == "ema" else ""
                     named[f"{names[p]}/{part_of}{key}"] = value

@@ -16,8 +16,9 @@ Facts = dict[str, Any]  # ready for JSON
 class Progress:
     """Steps, epochs, samples and evaluations of a run."""
 
-    def __init__(self, opts: Options, samples: int, turns: int = 1):
+    def __init__(self, opts: Options, samples: int, turns: int = 1, shuffled: bool = True):
         self.opts = opts
+        self.order = [samples, opts.seed if shuffled else None]  # what decides the samples' order
         self.turns = turns  # steps with each batch
         self.turn = 0
         self.samples = samples  # in an epoch
@@ -36,7 +37,7 @@ class Progress:
             "epoch": self.epoch,
             "position": self.position,
             "turn": self.turn,
-            "order": [self.samples, self.opts.seed],
+            "order": self.order,
             "best": self.best,
             "record": self.record,
             "evaluated": self.evaluated,
@@ -53,7 +54,7 @@ class Progress:
         self.evaluated = facts["evaluated"]
         samples, _ = facts["order"]
         epoch_was_over = self.position >= samples
-        if facts["order"] != [self.samples, self.opts.seed]:
+        if facts["order"] != self.order:
             self.position = self.samples if epoch_was_over else 0
             self.turn = 0
 

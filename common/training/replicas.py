@@ -11,8 +11,8 @@ from common.data import map_tensors
 from common.device import devices_of, is_gpu
 from common.errors import UserError
 from common.options import Options
+from common.training.optimizer import turns_of
 from common.training.tasks import AMP, OWN, autocast
-from common.training.turns import Turns
 from common.world import World
 
 
@@ -75,7 +75,7 @@ def engines_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, world: World
 ) -> list[DistributedDataParallel | None]:
     """One for each turn; None if this process is alone, and with --virtual-ranks."""
-    turns = optimizer.order if isinstance(optimizer, Turns) else [optimizer]
+    turns = turns_of(optimizer)
     if opts.virtual_ranks or world.size == 1:
         return [None] * len(turns)
     # `Gradient` averages buffers once a step; DDP would copy those of rank 0, which sees only its own share.
@@ -83,7 +83,7 @@ def engines_of(
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
     # In a script rank 0 need not send its weights: the store has compared them. One's own may not seed.
     flags = {off: False, "init_sync": opts.task == OWN, "gradient_as_bucket_view": True}
-    if not isinstance(optimizer, Turns):
+    if turns == [optimizer]:
         return [DistributedDataParallel(Weights(net), **flags)]
     engines = {}
     for turn, one in enumerate(turns):

@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from common.device import devices_of, mark, wait_by_asking
 from common.errors import UserError, blamed
 from common.options import Options, extra
 from common.sampler import seed
-from common.training.memory import Memory, Settings, Thing
+from common.training.modes import Before, Modes
 from common.training.optimizer import (
     check_groups,
     groups_of,
@@ -33,13 +33,20 @@ from common.training.optimizer import (
     named_state,
     parts_of,
     take_state,
+    turns_of,
 )
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
-from common.training.tasks import Task, best_of
-from common.training.turns import Turns
+from common.training.tasks import OWN, Task, best_of
 from common.training.unsaved import FirstForward, warn_of_unsaved
 from common.world import World, has_peers
+
+
+class Thing(Protocol):
+    """What a loop may keep: a scheduler, an average of the net, a few lines of one's own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class TrainState:
@@ -54,13 +61,14 @@ class TrainState:
         task: Task,
         schedule: Callable[[int, int], float] | None = None,
         memory: dict[str, Thing] | None = None,
+        shuffled: bool = True,
     ):
         self.net = net
         self.optimizer = optimizer
         self.opts = opts
         self.task = task
-        self.turns = optimizer if isinstance(optimizer, Turns) else None
-        self.progress = Progress(opts, samples, len(self.turns.order) if self.turns else 1)
+        self.turns = optimizer if hasattr(optimizer, "turns") else None
+        self.progress = Progress(opts, samples, len(turns_of(optimizer)), shuffled)
         self.rate = lambda step: learning_rate(step, opts, self.progress.steps_per_epoch, schedule)
         if self.task.names:
             best_of(opts, self.task)  # a wrong --best is told before the first step
@@ -72,6 +80,8 @@ class TrainState:
         self.statistics = Statistics(net)
         self.averages = extra("ema_decay")(self, opts.ema_decay) if opts.ema_decay else None
         self.own: dict[nn.Parameter, Tensor] = {}  # while an evaluation lends the net others: its own weights
+        self.modes = Modes(net)
+        self.resting: list[int] | None = None  # versions of the weights while an epoch ends
         self.lock = threading.RLock()
         self.updated: list[torch.Event | None] = []  # of each device, after all that has changed weights
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
@@ -79,9 +89,11 @@ class TrainState:
         self.first_forward = FirstForward(lambda: self.tensors()["model"])
         self.scheduled = bool(schedule or opts.lr_schedule != "constant" or opts.warmup_epochs)
         check_groups(optimizer, net)
-        self.set_rate()  # also one that a schedule begins with
-        self.settings = Memory({"settings": Settings(optimizer, self.names, self.scheduled)}, derived=True)
-        self.memory = Memory(memory or {})
+        if self.scheduled:
+            self.set_rate()  # an optimizer may look at it in its first step alone
+        self.memory = None  # torch's own optimizers keep tensors of weights, and nothing else
+        if memory or opts.task == OWN or ".py" in opts.optimizer:
+            self.memory = extra("memory")(optimizer, self.names, self.scheduled, memory or {})
         warn_of_unsaved(net, parts_of(optimizer)[-1])
 
     # ---- one step ----
@@ -132,9 +144,18 @@ class TrainState:
         finally:  # also if a peer has died behind its update
             with self.lock:
                 self.statistics.commit()
-                self.settings.commit()
-                self.memory.commit()
+                if self.memory:
+                    self.memory.commit()
                 self.updated = self.marks()
+
+    def end_epoch(self) -> None:
+        """What the loop has done at the end of an epoch, and its count: both or none."""
+        with self.changing():
+            self.statistics.commit()
+            if self.memory:
+                self.memory.commit(exactly=True)
+            self.progress.end_epoch()
+            self.resting = None
 
     def finish_gradient(self) -> None:
         """Overflow check and clipping."""
@@ -179,7 +200,8 @@ class TrainState:
         if self.averages:
             self.averages.update()
         self.statistics.commit()
-        self.settings.commit()
+        if self.memory:
+            self.memory.commit_settings()
         self.progress.count(size)
         self.heartbeat += 1
 
@@ -227,16 +249,55 @@ class TrainState:
         """Inside this block the net has the averaged weights (--ema-decay)."""
         return self.averages.in_the_net() if self.averages else nullcontext()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside this block the net evaluates; outside nothing of it is left, and no checkpoint has it."""
+        outside = self.own
+        with self.changing():
+            before = Before(self.net)
+            self.own = before.weights | outside
+            self.net.eval()
+            merged = before.moved()
+        try:
+            yield
+        finally:
+            with self.changing():
+                self.modes.train()
+                before.put_back(merged)
+                self.own = outside
+            if before.weights:  # counted as changes, though they were undone
+                self.first_forward.renew()
+                self.resting = self.resting and self.versions
+
+    # ---- the end of an epoch ----
+    @property
+    def versions(self) -> list[int]:
+        """How often torch has changed each weight."""
+        return [p._version for p in self.names]
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the loop has changed weights since the epoch's last step."""
+        return self.resting not in (None, self.versions)
+
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
+        if self.is_moved:
+            raise UserError(
+                "the loop has changed weights at the end of an epoch: a life that begins there would again\n"
+                "the checkpoint before it stands",
+                code=1,
+            )
         committed = self.statistics.committed
         model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
         for name, p in self.net.named_parameters(remove_duplicate=False):
             model[name] = self.own.get(p, model[name])
         optimizer = self.averages.named() if self.averages else {}
         optimizer |= named_state(self.optimizer, self.names)
-        return {"model": model, "optimizer": optimizer | self.settings.tensors() | self.memory.tensors()}
+        if self.memory:
+            optimizer |= self.memory.tensors()
+        return {"model": model, "optimizer": optimizer}
 
     def facts(self) -> Facts:
         """Progress and records, ready for JSON."""
@@ -249,8 +310,8 @@ class TrainState:
             self.averages.load(remembered)
         of_weights = {name: t for name, t in remembered.items() if name[0] != "/" and name[-4:] != "/ema"}
         take_state(self.optimizer, self.names, of_weights)
-        self.settings.load(remembered)
-        self.memory.load(remembered)
+        if self.memory:
+            self.memory.load(remembered)
         self.statistics.reset()
         self.progress.load(facts)
         if facts["scaler"]:

@@ -25,6 +25,7 @@ AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_SAMPLES = 16  # of a test set that is no larger, an evaluation shows the predictions, too
 IGNORED = -100  # a target that does not count, as torch's cross entropy has it
 REDUCTIONS = {"Mean": 1, "Sum": 2}  # in torch's loss functions
+JUDGE = "judge"  # of a loop of one's own, for one evaluation
 OWN = "the script"  # its loop computes the loss (elastic.py)
 WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be whole numbers of one shape'
 
@@ -186,11 +187,14 @@ class Task:
                 metrics[name] = total / count
         if len(metrics) < len(self.names):
             return metrics
-        for name, shape in self.shapes.items():
-            metrics[name] = named[name].long().view(shape)
         if self.finish:
-            metrics = self.finish(metrics)
+            metrics = self.finish(metrics | self.whole(totals))
         return {name: float(metrics[name]) for name in metrics if name not in self.shapes}
+
+    def whole(self, totals):
+        """{name: whole numbers, as a matrix of a judge}"""
+        named = self._named(totals.cpu())
+        return {name: named[name].long().view(shape) for name, shape in self.shapes.items()}
 
     def _learn(self, values):
         """Takes names and shapes from what the function returned of the first samples."""

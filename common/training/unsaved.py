@@ -28,6 +28,11 @@ class FirstForward:
         if self.marks is None:
             self.marks = self._marks()
 
+    def renew(self):
+        """What has changed is undone."""
+        if self.marks:
+            self.marks = self._marks()
+
     def end(self):
         """UserError if a weight has changed: no save may have that, and ranks may differ."""
         if not self.marks:

@@ -11,5 +11,6 @@ from common.world.world import (
     has_peers,
     join,
     leave,
+    pin,
     same_everywhere,
 )

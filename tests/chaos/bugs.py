@@ -26,8 +26,8 @@ def optimizer_forgotten():
 
     real = TrainState.load
 
-    def load(self, facts):
-        real(self, facts)
+    def load(self, facts, remembered):
+        real(self, facts, remembered)
         for values in self.optimizer.state.values():
             for value in values.values():
                 value.zero_()

@@ -89,28 +89,28 @@ def around(owner, attribute, before=None, after=None):
     setattr(owner, attribute, wrapped)
 
 
-def plant(script):
-    """Around the names that the script and its Run use, torch's own hooks, and the system calls of a save."""
-    import common.run
+def plant():
+    """Around the names that the loop uses, torch's own hooks, and the system calls of a save."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+    import common.elastic
     from common.ledger import Audit
     from common.store import CheckpointStore
     from common.training import TrainState
     from common.training.progress import Progress
 
-    around(common.run, "join", "join", "joined")
+    around(common.elastic, "join", "join", "joined")
     around(CheckpointStore, "restore", "restore", "restored")
     around(Audit, "begin", "begin")
     around(TrainState, "update", "step-before", "step-after")
     register_optimizer_step_pre_hook(lambda *_: point("step-inside"))
     register_optimizer_step_post_hook(lambda *_: point("step-torn"))
     torch.nn.modules.module.register_module_forward_hook(_after_forward)
-    around(script, "evaluate", "evaluate", "evaluated")
+    around(common.elastic, "evaluate", "evaluate", "evaluated")
     around(Progress, "end_epoch", "epoch-end", "epoch-ended")
     around(CheckpointStore, "close", "close", "closed")
-    around(common.run, "leave", "leave", "left")
+    around(common.elastic, "leave", "leave", "left")
     atexit.register(point, "exit")
     _plant_in_saves()
 

@@ -20,6 +20,6 @@ if __name__ == "__main__":
     script = os.environ.get("CHAOS_SCRIPT", "ddp")
     options = parse_options("the campaign's worker", script=script)
     train = importlib.import_module(f"train_{script}")
-    points.plant(train)
+    points.plant()
     with guarded(debug=options.debug):
         train.main(options)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.run import complete
 from stores import SAMPLED, a_life, damaged, flips, images_for, load, load_into, options, two_checkpoints
 
 from common.checkpoint import disk
@@ -22,6 +21,7 @@ from common.checkpoint.folder import committed
 from common.checkpoint.reader import FACTS, describe, digest_of, read_manifest
 from common.errors import UserError
 from common.sealed import sealed, sha, to_json
+from common.story import complete
 
 CANARY = "canary"
 

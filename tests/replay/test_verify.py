@@ -182,14 +182,13 @@ def test_without_virtual_ranks_it_says_that_the_number_of_processes_counts(jobs,
 
 def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, run, verify):
     (tmp_path / "story.txt").write_text("Once upon a time. " * 200)
-    jobs.torchrun(
-        2,
-        "train_mp.py",
+    jobs.start(
+        ROOT / "train_mp.py",
         f"--run-dir={run}",
         "--model=gpt:1x2x16",
         "--dataset=text:16",
         f"--data-dir={tmp_path}/story.txt",
-        "--stages=2",
+        "--devices=cpu,cpu",
         "--max-steps=4",
         "--keep-every=2",
         "--virtual-ranks=4",

@@ -16,10 +16,10 @@ EXAMPLE = fenced(section(COMMON, "A loop of your own"), "python")[0]
 def script(tmp_path):
     """The example, with a pause in each step, so that a kill strikes between two of them."""
     path = tmp_path / "my_loop.py"
-    loop = "        for batch in run:"
+    loop = "            for batch in epoch:"
     text = EXAMPLE.replace("runs/mine", f"{tmp_path}/run")
     text = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{text}"
-    path.write_text(text.replace(loop, f"        import time\n{loop}\n            time.sleep(0.02)"))
+    path.write_text(text.replace(loop, f"            import time\n{loop}\n                time.sleep(0.02)"))
     return path
 
 
@@ -41,35 +41,34 @@ def test_the_example_is_killed_and_its_errors_have_the_exit_codes_of_the_scripts
 
 
 # ---- twenty users -----------------------------------------------------------------------------------
-BATCHES = "        for batch in run:"
+EPOCHS, BATCHES = "        for epoch in run.epochs():", "            for batch in epoch:"
 CALL_EARLY = "run.model(torch.zeros(2, 8))"
-CALL, STEP = "run.model(batch.x)", "            run.step(loss, count=len(batch.y))"
+STEP = "                run.step(loss)"
 REPORT = "run.report(val_acc=test(run, points))"
-BEGIN, LOOP, AUDIT = "    points = Points()", "            time.sleep(0.02)", "audit=True"
+BEGIN, LOOP, AUDIT = "    points = Points()", "                time.sleep(0.02)", "audit=True"
 RANK = "int(__import__('os').environ.get('RANK', 0))"
 
 
 def change(script, *edits):
     """The script without its pause, and with these (old, new) texts exchanged."""
-    text = script.read_text().replace(LOOP, "            pass")
+    text = script.read_text().replace(LOOP, "                pass")
     for old, new in edits:
         assert old in text, old
         text = text.replace(old, new)
     script.write_text(text)
 
 
-def after(line, new, indent="            "):
+def after(line, new, indent="                "):
     return line, f"{line}\n{indent}{new}"
 
 
 @pytest.mark.parametrize(
     "fact, edit",
     [
-        ("a batch was not trained on", (STEP, "            pass")),
+        ("a batch was not trained on", (STEP, "                pass")),
         ("has no len()", ("dataset=points", "dataset=iter([])")),
-        ("run.step without run.model", (CALL, "net(batch.x)")),
         ("run.step was called twice", after(STEP, STEP.strip())),
-        ("run.step before the first batch", (BATCHES, f"        run.step({CALL_EARLY}.sum(), 2)\n{BATCHES}")),
+        ("or before the first one", (EPOCHS, f"        run.step({CALL_EARLY}.mean())\n{EPOCHS}")),
         ("keep: '1' is not a whole number from 2", (AUDIT, "keep=1")),
         ("audit: ignored explicit argument 'yes'", (AUDIT, "audit='yes'")),
         (
@@ -96,13 +95,13 @@ def test_a_mistake_in_the_script_is_told_in_three_lines(jobs, script, fact, edit
 def test_more_processes_than_virtual_ranks_are_refused(jobs, script):
     change(script, (AUDIT, "virtual_ranks=1"))
     job = jobs.torchrun(2, script)
-    assert job.wait() != 0 and "error: WORLD_SIZE=2 makes 2 replicas, more than virtual_ranks 1" in job.output
+    assert job.wait() != 0 and "error: WORLD_SIZE=2 is more than virtual_ranks 1" in job.output
 
 
 def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, run):
     at = f"if {RANK} and run.state.progress.step == 2"
     what = f"{at}: raise __import__('common.errors').errors.UserError('a fact')"
-    change(script, (LOOP.replace("time.sleep(0.02)", "pass"), f"            {what}"))
+    change(script, (LOOP.replace("time.sleep(0.02)", "pass"), f"                {what}"))
     job = jobs.torchrun(2, script)
     assert job.wait() != 0 and job.output.count("error: a fact") == 1, job.output
     assert len(lives(run)) == 1, "a restart cannot help"
@@ -112,8 +111,10 @@ def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, run):
     "how, code", [("break", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", 130)]
 )
 def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, run, how, code):
-    early = BATCHES, f"        test(run, points)\n{BATCHES}"
+    early = EPOCHS, f"        test(run, points)\n{EPOCHS}"
     change(script, after(STEP, f"if run.state.progress.step == 7: {how}"), early)
+    if how == "break":  # of both loops
+        change(script, (REPORT, f"if run.progress.step == 7: break\n            {REPORT}"))
     said = jobs.start(script).ends_with(code)
     assert steps_on_disk(run) == [7]
     if how == "break":
@@ -123,7 +124,7 @@ def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, run, h
 
 def test_a_last_save_that_fails_has_its_exit_code(jobs, script):
     fails = "def full(): raise __import__('common.errors').errors.UserError('the disk is full', code=4)"
-    change(script, after(STEP, f"{fails}\n            run.run.store.close = full\n            break"))
+    change(script, after(STEP, f"{fails}\n                run.store.close = full\n                break"))
     said = jobs.start(script).ends_with(4)
     assert "error: the disk is full" in said and "Traceback" not in said, said
 
@@ -163,7 +164,10 @@ def test_a_first_group_without_a_rate_leaves_the_others_theirs(jobs, script):
     change(
         script,
         ("net.parameters()", groups),
-        (STEP, f"{STEP}\n            assert [group['lr'] > 0 for group in optimizer.param_groups] == [0, 1]"),
+        (
+            STEP,
+            f"{STEP}\n                assert [group['lr'] > 0 for group in optimizer.param_groups] == [0, 1]",
+        ),
     )
     jobs.start(script).ends_with(0)
 
@@ -201,11 +205,11 @@ model = torch.nn.Linear(20, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 with Elastic(net=model, optimizer=optimizer, dataset=MyTrainDataset(2048), run_dir=HERE + sys.argv[1],
              batch_size=64, epochs=2, audit=True, log_every=1, best="-mse") as run:
-    for batch in run:
-        time.sleep(float(sys.argv[2]))
-        run.step(F.mse_loss(run.model(batch.x), batch.y, reduction="sum"), count=len(batch.y))
-        if run.epoch_ended:
-            run.report(**run.evaluate(judge))
+    for epoch in run.epochs():
+        for batch in epoch:
+            time.sleep(float(sys.argv[2]))
+            run.step(F.mse_loss(run.model(batch.x), batch.y))
+        run.report(**run.evaluate(judge))
 """
 
 

@@ -3,11 +3,11 @@
 import json
 import signal
 
-import common.run as house
 import pytest
 from ranks import fork_ranks
 from test_bitwise import CNN, left_by, life, options
 
+import common.elastic as house
 import train_ddp
 import train_dp
 import train_mp
@@ -33,21 +33,21 @@ def struck(world, script, opts, step, where, how):
                 signal.raise_signal(signal.SIGKILL)
             raise RuntimeError("struck")
 
-    evaluate = script.evaluate
+    evaluate = house.evaluate
 
     class Mortal(house.Log):
         def evaluation(self, record, metrics):
             strike(record["step"])
             super().evaluation(record, metrics)
 
-    def evaluate_or_die(model, split, state, world):
+    def evaluate_or_die(model, split, state, world, task):
         strike(state.progress.step)
-        return evaluate(model, split, state, world)
+        return evaluate(model, split, state, world, task)
 
     if where == "made":
         house.Log = Mortal
     else:
-        script.evaluate = evaluate_or_die
+        house.evaluate = evaluate_or_die
     return life(world, script, opts)
 
 

@@ -56,8 +56,8 @@ def test_init_from_init_skip_freeze_and_patience_go_through_kills_and_worlds_to_
         "audit": True,
     }
     killed = tmp_path / "killed"
-    staged = given | {"script": "mp", "stages": 3}
-    for size, script, asked in ((1, train_ddp, given), (3, train_mp, staged)):
+    staged = given | {"script": "mp", "devices": ("cpu", "cpu")}
+    for size, script, asked in ((1, train_ddp, given), (2, train_mp, staged)):
         wrong = options(killed, asked | {"init_skip": ()})  # 9 classes do not fit 4
         assert fork_ranks(size, life, script, wrong, may_die=range(size)) == [2] * size
         assert not killed.exists(), "a start that failed binds nothing"
@@ -70,7 +70,7 @@ def test_init_from_init_skip_freeze_and_patience_go_through_kills_and_worlds_to_
     last = json.loads(max((killed / "checkpoints").glob("step-*/state.json")).read_text())
     assert last["step"] - last["best"]["step"] == 2 * 5 and last["step"] < 6 * 5
     assert fork_ranks(1, life, train_ddp, options(killed, given)) == [None], "a restart finds nothing to do"
-    assert run(tmp_path / "stages", 3, staged, train_mp) == unbroken
+    assert run(tmp_path / "stages", 1, staged, train_mp) == unbroken
 
     files = [tmp_path / "w.safetensors", tmp_path / "stages.safetensors"]
     for folder, path in zip((killed, tmp_path / "stages"), files, strict=True):
