@@ -264,7 +264,9 @@ class Options:
         """{name: value} of what all ranks had before, besides the options; empty if nothing is saved."""
         with suppress(OSError, UserError):
             if self.is_bound:
-                return {"data": _read_identity(self.run_dir)["data"][:12]}
+                facts = _read_identity(self.run_dir)
+                hashes = {name: value[:12] for name, value in facts.items() if isinstance(value, str)}
+                return hashes | facts["pinned"]
         return {}
 
     @property
