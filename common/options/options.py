@@ -282,7 +282,8 @@ class Options:
         """{name: value} of what all ranks had before, besides the options; empty if nothing is saved."""
         with suppress(OSError, UserError):
             if self.is_bound:
-                return {"data": read_run(self.run_dir)["data"][:12]}
+                facts = read_run(self.run_dir)
+                return {"data": facts["data"][:12]} | facts["pinned"] | facts["code"]
         return {}
 
     @property
