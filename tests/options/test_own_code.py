@@ -18,7 +18,7 @@ from common.options import parse_options, read_options
 from common.options.options import read_run
 from common.options.user import code_of, text_of
 from common.replay import main as replay
-from common.sealed import is_marked, marked, own_key, sealed
+from common.sealed import is_marked, marked, own_key, sealed, unsealed
 
 NET = "open('ran', 'w')\nfrom parts import net\n"
 
@@ -184,3 +184,16 @@ def test_it_takes_its_options_from_a_run_of_one_user_only(tmp_path, config):
     with a_life(replace(opts, epochs=7)):
         pass
     assert is_marked(read_run(opts.run_dir)) and own_key() != Path(f"{key}2").read_bytes()
+
+
+def test_a_file_that_is_not_as_its_seal_says_is_not_parsed_and_a_right_one_is_parsed_once(monkeypatch):
+    parsed = []
+    real = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: [parsed.append(text), real(text)][1])
+    data = sealed({"b": 1, "a": [{}]})
+    assert data.count(b"\n") == 1, "with indent it would be written by Python, not by C"
+    for at in range(len(data)):
+        with pytest.raises(ValueError, match="its own seal"):
+            unsealed(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert not parsed
+    assert unsealed(data) == {"a": [{}], "b": 1} and len(parsed) == 1
