@@ -1,8 +1,8 @@
 """A net's buffers: running statistics and counters, which a forward changes without a gradient.
 
 From a forward to a checkpoint: a forward changes the live buffers; `moves` computes by how much; replicas
-(`average`) or slices (bitwise.py) add that up; `apply` sets the live buffers to the sum; `commit` copies them
-to `committed`, which a checkpoint holds.
+(`average`) or slices (extras/bits.py) add that up; `apply` sets the live buffers to the sum; `commit` copies
+them to `committed`, which a checkpoint holds.
 """
 
 import torch

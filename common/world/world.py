@@ -244,6 +244,10 @@ def visible_devices(opts, place, placed=()):
             f"(CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
             f"choose among {', '.join(sorted(kinds))}, or make one visible"
         )
+    if placed and opts.devices:
+        raise UserError(
+            f"--devices cannot take effect: the net lies on {', '.join(map(str, placed))} already\nleave it out"
+        )
     if placed:
         return tuple(placed)
     cpu = torch.device("cpu")

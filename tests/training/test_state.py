@@ -50,14 +50,18 @@ def test_a_buffer_under_two_names_stays_one_and_no_name_of_it_shows_what_a_step_
 @pytest.mark.parametrize(
     "flags", [{"optimizer": "adam"}, {"optimizer": "sgd"}, {"optimizer": "adamw", "clip_grad_norm": 1.0}]
 )
-def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, overflows):
+@pytest.mark.parametrize("earlier", [0, 1])  # steps, which have made the optimizer's state
+def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, overflows, earlier):
     state = make(**flags)
     parts = [list(module.parameters()) for module in state.net]
     state.scaler = OverDevices("cpu", init_scale=2.0, growth_interval=100, parts=parts)
     state.devices = [torch.device("cpu"), torch.device("cpu", 1), torch.device("cpu", 2)]
-    before = held(state)
-    loss = nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,)))
-    state.scaler.scale(loss).backward()
+    for step in range(earlier + 1):
+        before = held(state)
+        loss = nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,)))
+        state.scaler.scale(loss).backward()
+        if step < earlier:
+            state.update(8)
     for index in overflows:
         parts[index][0].grad.view(-1)[0] = float("inf")
     state.update(8)

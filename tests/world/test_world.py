@@ -96,6 +96,8 @@ def test_the_devices_that_a_process_sees_and_those_that_do_not_exist(monkeypatch
     with refusal("cuda:2"):
         seen(script="mp", devices=("cuda:1", "cuda:2"))
     assert visible_devices(Options(), here(), GPUS[:2]) == GPUS[:2], "a net that is placed"
+    with refusal("--devices cannot take effect: the net lies on cuda:0, cuda:1"):
+        visible_devices(Options(devices=("cpu",)), here(), GPUS[:2])
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
     assert [*map(str, seen(device="xpu"))] == ["xpu:0", "xpu:1"]
