@@ -59,7 +59,7 @@ class S3:
 
     @contextlib.contextmanager
     def holding(self, text):
-        """Inside, the first PUT of a key with this text gets no answer; yields a function: whether it waits."""
+        """Inside, the first PUT of a key with this text gets no answer; yields: does it wait?"""
         (self.folder / "hold").write_text(text)
         try:
             yield (self.folder / "held").exists
