@@ -179,6 +179,7 @@ FREE = {
     "patience",
     "best",
     "keep_every",
+    "copy_to",
     "digest_every",
 }
 
