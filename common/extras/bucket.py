@@ -65,10 +65,10 @@ class Bucket:
             try:
                 self._copy(gone)
                 self.error = ""
-            except UserError as error:  # ends the training
-                self.saver.error = error
             except Exception as error:
-                if not self.error:
+                if isinstance(error, UserError):
+                    self.saver.error = error  # ends the training
+                elif not self.error:
                     warn(f"{self.url}: {one_line(error)}; training continues, each save tries again", True)
                 self.error = one_line(error)
             self.jobs.task_done()
@@ -145,7 +145,9 @@ class Bucket:
             found = next(filter(self._fetch, names), None)
             if found:
                 best = read_facts(step_of(found), self.writer.root / found)[1]["best"]["step"]
-                [*map(self._fetch, [name for name in names if step_of(name) == best and name != found])]
+                for name in names:
+                    if step_of(name) == best and name != found:
+                        self._fetch(name)
         except UserError:
             raise
         except Exception as error:

@@ -178,6 +178,7 @@ FREE = {
     "patience",
     "best",
     "keep_every",
+    "copy_to",
     "digest_every",
 }
 

@@ -59,13 +59,12 @@ class S3:
 
     @contextlib.contextmanager
     def holding(self, text):
-        """Inside, a PUT of a key with this text gets no answer; yields a function: whether one waits."""
+        """Inside, the first PUT of a key with this text gets no answer; yields: does it wait?"""
         (self.folder / "hold").write_text(text)
         try:
             yield (self.folder / "held").exists
         finally:
-            (self.folder / "hold").unlink()
-            (self.folder / "held").unlink(missing_ok=True)
+            (self.folder / "held").unlink()
 
 
 @contextlib.contextmanager
@@ -91,9 +90,10 @@ def serve(folder):
         path = environ["PATH_INFO"]
         if environ["REQUEST_METHOD"] == "PUT":
             hold = folder / "hold"
-            while hold.exists() and hold.read_text() in path:
-                (folder / "held").touch()
-                time.sleep(0.01)
+            if hold.exists() and hold.read_text() in path:
+                held = hold.rename(folder / "held")
+                while held.exists():
+                    time.sleep(0.01)
             if "HTTP_X_AMZ_COPY_SOURCE" not in environ:
                 with open(folder / "sent", "a") as file:
                     print(path.removeprefix(f"/{BUCKET}/"), file=file)
