@@ -147,19 +147,12 @@ def dcp(run, batch):
         net, moments = get_state_dict(model, optimizer)
         checkpoint.load({"net": net, "optimizer": moments}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=net, optim_state_dict=moments)
-    saves = []
-    group = distributed.new_group()  # in that of the gradients its messages would meet theirs
 
     def save(step):
-        if saves:
-            saves.pop().result()
         net, moments = get_state_dict(model, optimizer)
-        state = {"net": net, "optimizer": moments}
-        folder = run / f"{step:06}"
-        saves.append(checkpoint.async_save(state, checkpoint_id=folder, process_group=group))
+        checkpoint.save({"net": net, "optimizer": moments}, checkpoint_id=run / f"{step:06}")
 
     train(run, model, optimizer, islice(loader, done, None), done, save)
-    saves.pop().result()
 
 
 def accelerate(run, batch):
