@@ -62,7 +62,7 @@ def test_the_table_of_a_campaign_says_which_one_it_was_what_struck_and_what_was_
         "| steps lost that a survivor had finished | 0 |",
         "| steps lost without a survivor (a save every 7) | 9 |",
         "| seconds from a fault to the next step, median and most | 2.0, 3.0 |",
-        "| trainings with `--virtual-ranks` | 2, with final weights of digest 5fe1 |",
+        "| trainings with `--virtual-ranks` | 2, of digest 5fe1 |",
         "| others | 1, at most 2e-12 from the undisturbed run's weights |",
     ]
 
