@@ -255,10 +255,11 @@ def count(run):
 
 
 def start(jobs, name, words, size, **env):
-    launcher = ROOT / name if name.startswith("launch") else "torchrun"
-    env |= {"PET_MASTER_PORT": str(free_port()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # with one store for all restarts a process may find the address of a dead one
+    launcher = [ROOT / name] if name.startswith("launch") else ["torchrun", "--standalone"]
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     options = [f"--nproc_per_node={size}", "--max_restarts=3"]
-    return jobs.start(launcher, *options, __file__, "--train", name, *words, cold=True, **env)
+    return jobs.start(*launcher, *options, __file__, "--train", name, *words, cold=True, **env)
 
 
 def turn(jobs, name, event, batch, rng):
