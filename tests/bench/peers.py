@@ -1,22 +1,21 @@
 """A kill in mid-epoch, and a resize from 2 to 3 processes: what this project and its peers make of them.
 
-    python tests/bench/peers.py                                # about a minute a peer and round
-    python tests/bench/peers.py --ways ours,dcp --rounds 1     # others: accelerate, torchft, lightning (pip)
+    pip install accelerate torchft                             # the other peers are in torch
+    python tests/bench/peers.py                                # ten minutes a round, more if it is busy
+    python tests/bench/peers.py --ways torch.save,torchrun --rounds 1
+    python tests/bench/peers.py --batch divided                # 64 samples a step, over all processes
 
-Each trains one epoch of the same small net on the same samples, the way its own documentation says, writes
-down the samples of every step, and saves every 50 steps if it saves by itself; ours saves nothing until then.
-Fixed is the batch of a process (32), as tutorials have it, or with `--batch divided` the global one (64).
+Each trains one epoch of the same net on the same samples, the way its own documentation says, and writes down
+the samples of each step. The peers save every 50 steps; ours saves nothing before it has to. As in their
+tutorials a peer's process has 32 samples a step, however many there are. torchft has a group a process, which
+goes through its own share once, and notes its place in it.
 
-    s        from SIGKILL of one of two processes to the next step that was not made before; of a resize from
-             SIGTERM of all and a start with three (torchft: a third group joins, and nothing is stopped)
+    s        from SIGKILL of one of two processes until two new steps are made (one may be under way); of a
+             resize from SIGTERM of all, then a start with three (torchft: a third group joins)
     lost     steps that were made and had to be made again
-    missed, repeated    samples of the epoch in the steps that the final model is made of
-    bits     whether the final weights are those of the same epoch undisturbed with two processes
-
-torchft: a group of its own for each process, each trains its share once, and notes its place in it each step.
+    missed, repeated    samples of the epoch, in the steps that the final model is made of
 """
 
-import hashlib
 import json
 import os
 import random
@@ -30,7 +29,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from turns import ROOT, arguments, ratio  # isort: skip  (first: it finds the others)
+from turns import ROOT, arguments  # isort: skip  (first: it finds the others)
 
 import torch
 from jobs import Jobs, free_port, until
@@ -63,23 +62,18 @@ class Notes:
     """A file a process, written through to the kernel: a kill loses no line."""
 
     def __init__(self, run):
-        self.run = run
         self.life = os.environ.get("START", "0") + "." + os.environ["TORCHELASTIC_RESTART_COUNT"]
         self.step = 0
         self.file = open(run / f"notes-{os.getpid()}", "a", buffering=1)
 
     def write(self, *fields):
-        self.file.write(json.dumps([self.life, time.time(), *fields]) + "\n")
+        self.file.write(json.dumps([self.life, *fields]) + "\n")
 
     def begin(self, step, ids):
         if step > self.step:
             time.sleep(PACE_SECONDS)
         self.step = step
         self.write(step, ids.tolist())
-
-    def end(self, net):
-        weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-        (self.run / "digest").write_text(hashlib.sha256(weights).hexdigest())
 
 
 def ours(run, batch):
@@ -96,7 +90,6 @@ def ours(run, batch):
             training.step(cross_entropy(training.model(piece.x), piece.y % 10))
             if training.progress.step == step:
                 notes.write(step)
-    notes.end(net)
 
 
 def train(run, model, optimizer, batches, done, save, backward=torch.Tensor.backward):
@@ -110,7 +103,6 @@ def train(run, model, optimizer, batches, done, save, backward=torch.Tensor.back
         notes.write(step)
         if step % EVERY == 0:
             save(step)
-    notes.end(model)
 
 
 def newest(run, name):
@@ -155,17 +147,12 @@ def dcp(run, batch):
         net, moments = get_state_dict(model, optimizer)
         checkpoint.load({"net": net, "optimizer": moments}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=net, optim_state_dict=moments)
-    saves = []
 
     def save(step):
-        if saves:
-            saves.pop().result()
         net, moments = get_state_dict(model, optimizer)
-        state = {"net": net, "optimizer": moments}
-        saves.append(checkpoint.async_save(state, checkpoint_id=run / f"{step:06}"))
+        checkpoint.save({"net": net, "optimizer": moments}, checkpoint_id=run / f"{step:06}")
 
     train(run, model, optimizer, islice(loader, done, None), done, save)
-    saves.pop().result()
 
 
 def accelerate(run, batch):
@@ -222,65 +209,23 @@ def torchft(run, batch):
             notes.write(manager.current_step(), ids.tolist())
             notes.write(manager.current_step())
         place.write_text(str(index))
-    notes.end(net)
     manager.shutdown(wait=False)
-
-
-def lightning(run, batch):
-    import lightning as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    notes = Notes(run)
-    net, optimizer = build()
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def configure_optimizers(self):
-            return optimizer
-
-        def training_step(self, batch, index):
-            x, ids = batch
-            notes.begin(self.global_step + 1, ids)
-            return cross_entropy(self.net(x), ids % 10)
-
-        def on_train_batch_end(self, *_):
-            notes.write(self.global_step)
-
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy="ddp",
-        logger=False,
-        callbacks=[ModelCheckpoint(run, every_n_train_steps=EVERY, save_last=True)],
-    )
-    loader = DataLoader(samples(), batch, shuffle=True)
-    pl.seed_everything(0)
-    trainer.fit(Module(), loader, ckpt_path="last")
-    notes.end(net)
 
 
 # ---- the bench ------------------------------------------------------------------------------------
 WAYS = {
+    "torch.save": torch_save,
     "launch/torchrun.py": ours,
     "torchrun": ours,
-    "torch.save": torch_save,
     "dcp": dcp,
     "accelerate": accelerate,
-    "lightning": lightning,
     "torchft": torchft,
 }
-
-
-EVENTS = ["kill", "resize"]
 LIGHTHOUSE = "--min_replicas=1", "--quorum_tick_ms=100", "--join_timeout_ms=10000", "--bind"
 
 
-def read(run):
-    """{life: [(time, step) of a step that was made, (time, step, ids) of one that began]}"""
+def notes_of(run):
+    """{life: [(step,) of each step that was made, (step, ids) of each that began]}"""
     lives = defaultdict(list)
     for path in run.glob("notes-*"):
         for line in path.read_text().splitlines():
@@ -290,34 +235,35 @@ def read(run):
 
 
 def last_step(run):
-    return max((step for lines in read(run).values() for _, step, *ids in lines if not ids), default=0)
+    return max((step for lines in notes_of(run).values() for step, *ids in lines if not ids), default=0)
 
 
 def count(run):
     """Steps made again; samples missed and repeated in the steps that the last life builds on."""
     kept = {}
     lost = 0
-    for lines in read(run).values():
-        first = min(step for _, step, *_ in lines)
+    for lines in notes_of(run).values():
+        first = min(step for step, *_ in lines)
         lost += sum(step >= first for step in kept)
-        done = {step for _, step, *ids in lines if not ids}
-        kept = {step: ids for step, ids in kept.items() if step < first} | {step: [] for step in done}
-        for _, step, *ids in lines:
-            if step in done:
+        kept = {step: ids for step, ids in kept.items() if step < first}
+        kept |= {step: [] for step, *ids in lines if not ids}
+        for step, *ids in lines:
+            if step in kept:  # else it was not made
                 kept[step] += sum(ids, [])
     used = Counter(sum(kept.values(), []))
     return lost, SAMPLES - len(used), used.total() - len(used)
 
 
 def start(jobs, name, words, size, **env):
-    launcher = ROOT / name if name.startswith("launch") else "torchrun"
-    env |= {"PET_MASTER_PORT": str(free_port()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # with one store for all restarts a process may find the address of a dead one
+    launcher = [ROOT / name] if name.startswith("launch") else ["torchrun", "--standalone"]
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     options = [f"--nproc_per_node={size}", "--max_restarts=3"]
-    return jobs.start(launcher, *options, __file__, "--train", name, *words, cold=True, **env)
+    return jobs.start(*launcher, *options, __file__, "--train", name, *words, cold=True, **env)
 
 
 def turn(jobs, name, event, batch, rng):
-    """(seconds, *count, digest of the weights) of a training of its own."""
+    """Seconds, then what `count` finds, of a training of its own."""
     run = Path(tempfile.mkdtemp(dir=jobs.folder))
     launch = partial(start, jobs, name, ["--into", run, "--batch", batch])
     grows = event == "resize"
@@ -332,7 +278,6 @@ def turn(jobs, name, event, batch, rng):
         agents = [launch(2)]
 
     def reach(step):
-        ended = lambda: any(agent.poll() for agent in agents)
         until(lambda: last_step(run) >= step or any(one.poll() for one in agents), f"{name} at {step}")
 
     reach(rng.choice(KILLS))
@@ -352,7 +297,7 @@ def turn(jobs, name, event, batch, rng):
         agent.ends_with(0)
     if name == "torchft":
         lighthouse.kill()
-    return seconds, *count(run), (run / "digest").read_text()
+    return seconds, *count(run)
 
 
 def main():
@@ -363,22 +308,15 @@ def main():
     costs = defaultdict(list)
     names = args.ways.split(",")
     with tempfile.TemporaryDirectory(prefix="peers-bench-") as folder, Jobs(folder) as jobs:
-        for number in range(args.rounds + 1):
+        for number in range(args.rounds):
             for name in names[:: 1 - 2 * (number % 2)]:  # none is always the first
-                for event in EVENTS if number else ["nothing"]:
-                    cost = turn(jobs, name, event, args.batch, random.Random(number))
-                    costs[name, event].append(cost)
-    for event in EVENTS:
-        for name in names:
-            seconds, *counts, digests = zip(*costs[name, event], strict=True)
-            theirs = [cost[0] for cost in costs[names[0], event]]
-            lost, missed, repeated = map(statistics.median, counts)
-            same = {*digests} == {costs[name, "nothing"][0][-1]}
-            print(
-                f"{event:7} {name:18} {statistics.median(seconds):5.2f} s, {ratio(seconds, theirs)} {names[0]}; "
-                f"lost {lost:g}, missed {missed:g}, repeated {repeated:g}, same bits {same}",
-                flush=True,
-            )
+                for event in ("kill", "resize"):
+                    costs[event, name].append(turn(jobs, name, event, args.batch, random.Random(number)))
+    print("event   way                      s  x the first   lost  missed  repeated")
+    for (event, name), found in sorted(costs.items()):
+        seconds, *counts = map(statistics.median, zip(*found, strict=True))
+        base = statistics.median(cost[0] for cost in costs[event, names[0]])
+        print(f"{event:7} {name:18} {seconds:7.2f} {seconds / base:12.2f}", *(f"{n:8.0f}" for n in counts))
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def table(campaign, commit, command):
         "steps lost that a survivor had finished": facts["steps of survivors lost"],
         f"steps lost without a survivor (a save every {INTERVAL})": sum(facts["steps lost without one"]),
         "seconds from a fault to the next step, median and most": ", ".join(map(str, facts["recovery_s"])),
-        "final weights with `--virtual-ranks`": f"{len(digests)} trainings, digest {', '.join({*digests})}",
-        "other final weights": f"at most {max(others):.0e} from the undisturbed run's" if others else "-",
+        "trainings with `--virtual-ranks`": f"{len(digests)}, of digest {', '.join({*digests})}",
+        "others": f"{len(others)}, at most {max(others, default=0):.1g} from the undisturbed run's weights",
     }
     return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows.items())
 

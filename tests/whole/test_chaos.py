@@ -72,8 +72,8 @@ def test_the_table_of_a_campaign_says_which_one_it_was_what_struck_and_what_was_
         "| steps lost that a survivor had finished | 0 |",
         "| steps lost without a survivor (a save every 7) | 9 |",
         "| seconds from a fault to the next step, median and most | 2.0, 3.0 |",
-        "| final weights with `--virtual-ranks` | 2 trainings, digest 5fe1 |",
-        "| other final weights | at most 2e-12 from the undisturbed run's |",
+        "| trainings with `--virtual-ranks` | 2, of digest 5fe1 |",
+        "| others | 1, at most 2e-12 from the undisturbed run's weights |",
     ]
 
 
