@@ -74,6 +74,7 @@ class Program:
     outputs = 3  # of the net
     told = ""  # what a warning says: then the numbers may be others
     breaks = False  # the loop over batches is left at the end of each epoch
+    late = False  # killed behind the change that the loop makes after a step of this number
     red = ""  # the finding that it waits for
     rehearsed = False  # it differs by the number of processes, and launch/rehearse.py says so
 
@@ -105,6 +106,13 @@ class Program:
     def optimizer(self, net):
         return self.kind(net.parameters(), self.rate, **self.arguments)
 
+    def plains_optimizer(self, net):
+        return self.optimizer(net)
+
+    def memory(self, net, train):
+        """What the loop remembers, by name."""
+        return {}
+
     def after(self, net, optimizer, step):
         """What the loop does after a step."""
 
@@ -114,6 +122,8 @@ class Program:
                 self.step(run, batch)
                 if run.stepped:
                     self.after(run.net, run.optimizer, run.progress.step)
+                    if self.late and run.progress.step == self.last_call:
+                        self.die()
                 if self.breaks and run.progress.epoch_over:
                     break
             self.report(run)
@@ -144,7 +154,7 @@ class Program:
 
         torch.manual_seed(1)
         net = self.net()
-        if self.last_call:  # Stages wants no hook of the whole net
+        if self.last_call and not self.late:  # Stages wants no hook of the whole net
             part = net[0] if isinstance(net, nn.Sequential) else net
             part.register_forward_pre_hook(count)
         return net
@@ -166,7 +176,8 @@ class Program:
         """{what: number}; `epochs` are the ids of the samples of each batch of each epoch."""
         net = self.made()
         train, test = self.sets()
-        optimizer = self.optimizer(net)
+        optimizer = self.plains_optimizer(net)
+        self.memory(net, train)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled="amp" in self.flags)
         found = {}
         step = 0
@@ -220,6 +231,7 @@ def loop(program, given):
     net = program.made()
     train, test = program.sets()
     given = given | {"net": net, "optimizer": program.optimizer(net), "dataset": train, "test_set": test}
+    given["memory"] = program.memory(net, train)
     with elastic.Elastic(**given, batch_size=BATCH, tensorboard=False) as run:
         program.loop(run)
 
