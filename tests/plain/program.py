@@ -325,6 +325,13 @@ def check_numbers(program, door, folder):
         tolerance = 0
     else:
         wanted = program.plain([order(epoch) for epoch in range(2)])
+    worlds = [f"step {life['step'] + 1} by {life['world']}" for life in lives(folder / "killed/run")]
+    differences(wanted, found, tolerance, f"processes: {', '.join(worlds)}")
+    program.check(folder / "killed/run")
+
+
+def differences(wanted, found, tolerance, *told):
+    """Wrong, with the largest ones."""
     lines = []
     for what, value in wanted.items():
         value = torch.as_tensor(value)
@@ -334,11 +341,8 @@ def check_numbers(program, door, folder):
         if not apart <= tolerance * max(1, largest):
             lines.append((-apart, f"{what} is off by {apart:.3g}, the largest wanted is {largest:.3g}"))
     if lines:
-        worlds = [f"step {life['step'] + 1} by {life['world']}" for life in lives(folder / "killed/run")]
         worst = [line for _, line in sorted(lines)[:8]]
-        first = f"the first: {lines[0][1]}"
-        raise Wrong("\n".join([*worst, first, f"processes: {', '.join(worlds)}"]))
-    program.check(folder / "killed/run")
+        raise Wrong("\n".join([*worst, f"the first: {lines[0][1]}", *told]))
 
 
 def order(epoch):
