@@ -18,10 +18,10 @@ class Sentences(list):
 
 def made():
     def forward(net, source, target):
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-        out = net.inner(
-            net.words(source), net.words(target), tgt_mask=mask, src_key_padding_mask=source == PAD
-        )
+        later = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        nothing = source == PAD
+        masks = {"src_key_padding_mask": nothing, "memory_key_padding_mask": nothing}
+        out = net.inner(net.words(source), net.words(target), tgt_mask=later, **masks)
         return net.head(out)
 
     inner = nn.Transformer(8, 2, 1, 1, 16, dropout=0, batch_first=True)

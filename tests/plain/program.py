@@ -251,7 +251,7 @@ def live(world, program, door, folder, last_call):
         return replace(world, devices=devices)
 
     elastic.join = join
-    elastic.leave = lambda world: None  # fork_ranks ends them together
+    elastic.leave = leave
     program.last_call = last_call * (world.rank == world.size - 1)
     given = {"run_dir": folder / "run", "epochs": 2, "log_every": 1}
     given["device"] = world.device.type
@@ -267,6 +267,14 @@ def live(world, program, door, folder, last_call):
     if code:
         sys.stdout.flush()
         os._exit(code)
+
+
+def leave(world):
+    """fork_ranks ends them together; another run may follow."""
+    world.barrier()
+    if world.store and world.rank == 0:
+        world.store.delete_key("lifelines")
+    world.barrier()
 
 
 def lived(program, door, folder, size, last_call=0):
