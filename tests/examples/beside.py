@@ -34,6 +34,13 @@ def labelled(count, *shape):
     return [(x, x.flatten()[:3].argmax()) for x in numbers(count, *shape)]
 
 
+def pole(state, action):
+    """The next states of some poles on carts: place, speed, angle, spin."""
+    x, speed, angle, spin = state.unbind(-1)
+    push = action * 2.0 - 1
+    return torch.stack([x + speed / 9, speed + push / 9, angle + spin / 9, spin + angle / 3 - push / 5], -1)
+
+
 class Held(dict):
     """What a loop remembers."""
 
@@ -55,10 +62,10 @@ def epochs_of(dataset, batch_size, epochs, optimizer, order="shuffled", **_):
 def batches_of(dataset, size, epoch, order, steps):
     shuffled = ElasticSampler(dataset, size)
     shuffled.set_epoch(epoch)
-    in_order = torch.arange(len(dataset)).split(size)
+    in_order = (range(start, start + size) for start in range(0, len(dataset), size))  # all are full
     for ids in shuffled if order == "shuffled" else in_order:
         samples = []
-        for i in map(int, ids):
+        for i in ids:
             with seeded(0, epoch, i):
                 samples.append(dataset[i])
         seed(0, "step", next(steps), 0)

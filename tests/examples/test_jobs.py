@@ -6,7 +6,7 @@ import pytest
 from beside import Job
 from program import Wrong
 
-WAITS = set()
+WAITS = {"actor_critic", "lora", "qat", "regression", "word_language_model"}  # for what is being built
 HERE = Path(__file__).parent
 NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"beside", "test_jobs"} - WAITS)
 
