@@ -1,8 +1,9 @@
 """A job of this folder beside its plain loop: in one process; in two, of which one is killed, and then three.
 
 A job is a file. `made` returns what Elastic is given; `plain` is the loop as everybody writes it, `mine` the
-same over `run`. Both get what the loop remembers, by name. A job that draws, or normalises batches, is
-BITWISE: a kill and other worlds change no bit of its run; its plain loop is that of one process.
+same over `run`: those here, of a `loss_of`, or its own. They get what the loop remembers, by name. A job that
+draws, or normalises batches, is BITWISE: a kill and other worlds change no bit of its run; its plain loop is
+that of one process.
 """
 
 import difflib
@@ -10,6 +11,7 @@ import importlib
 import inspect
 import itertools
 import signal
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,7 +52,27 @@ class Held(dict):
     load_state_dict = dict.update
 
 
-# ---- the plain loop ---------------------------------------------------------------------------------
+def judge(run):
+    return lambda batch: {"acc": ((run.model(batch.x).argmax(1) == batch.y).sum(), len(batch.y))}
+
+
+# ---- the usual loop, and in Elastic -----------------------------------------------------------------
+def plain(net, optimizer, epochs, loss_of):
+    for epoch in epochs:
+        for batch in epoch:
+            loss = loss_of(net, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def mine(run, loss_of):
+    for batch in run:
+        loss = loss_of(run.model, batch.data)
+        run.step(loss)
+
+
+# ---- the plain loop's data --------------------------------------------------------------------------
 def epochs_of(dataset, batch_size, epochs, optimizer, order="shuffled", **_):
     """Batches in the order of a run, with its draws: in place of a DataLoader."""
     turns = len(optimizer) if isinstance(optimizer, list) else 1
@@ -92,6 +114,9 @@ class Job:
 
     def __init__(self, name):
         self.code = importlib.import_module(name)
+        usual = {"loss_of": getattr(self.code, "loss_of", None)}
+        self.plain_loop = getattr(self.code, "plain", partial(plain, **usual))
+        self.my_loop = getattr(self.code, "mine", partial(mine, **usual))
         self.runs = getattr(self.code, "RUNS", 1)  # one after another
         self.flags = {}
 
@@ -106,7 +131,7 @@ class Job:
             given = self.made(nets)
             net, optimizer = given["net"], given["optimizer"]
             nets.append(net)
-            found |= self.code.plain(net, optimizer, epochs_of(**given), **given.get("memory", {})) or {}
+            found |= self.plain_loop(net, optimizer, epochs_of(**given), **given.get("memory", {})) or {}
         return found | net.state_dict()
 
     def mine(self, given):
@@ -116,7 +141,7 @@ class Job:
             own = self.made(nets)
             folder = given["run_dir"] if number == self.runs - 1 else f"{given['run_dir']} {number}"
             with Dies(**given | own | self.flags | {"run_dir": folder}) as run:
-                self.code.mine(run, **own.get("memory", {}))
+                self.my_loop(run, **own.get("memory", {}))
             own["net"].load_state_dict(weights_of(Path(folder), "newest")[0])  # a complete run loads nothing
             nets.append(own["net"])
 
@@ -135,7 +160,7 @@ class Job:
 
     def row(self):
         """For tests/README.md."""
-        loops = self.code.plain, self.code.mine
+        loops = [getattr(self.code, loop.__name__, loop) for loop in (plain, mine)]
         lines = list(
             difflib.ndiff(*(inspect.getsource(loop).replace("  ", "").split("\n") for loop in loops))
         )

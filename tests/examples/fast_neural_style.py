@@ -12,22 +12,7 @@ def made():
     return {"net": net, "optimizer": optim.Adam(net.parameters(), 0.01), "dataset": [*numbers(48, 1, 6, 6)]}
 
 
-def loss_of(out, x):
-    seen, content = made.eyes(out), made.eyes(x)
+def loss_of(net, x):
+    seen, content = made.eyes(net(x)), made.eyes(x)
     style = seen.flatten(2) @ seen.flatten(2).mT / 16
     return 0.7 * F.mse_loss(seen, content) + 0.3 * (style - 1).square().mean()
-
-
-def plain(net, optimizer, epochs):
-    for epoch in epochs:
-        for x in epoch:
-            loss = loss_of(net(x), x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def mine(run):
-    for batch in run:
-        loss = loss_of(run.model(batch.data), batch.data)
-        run.step(loss)

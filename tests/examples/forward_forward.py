@@ -23,17 +23,6 @@ def goodness(out):
     return out.relu().square().mean(1)
 
 
-def plain(net, optimizer, epochs):
-    for epoch in epochs:
-        for x, y in epoch:
-            loss = (softplus(1 - goodness(net(x))) + softplus(goodness(net(y)) - 1)).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def mine(run):
-    for batch in run:
-        x, y = batch.data
-        loss = (softplus(1 - goodness(run.model(x))) + softplus(goodness(run.model(y)) - 1)).mean()
-        run.step(loss)
+def loss_of(net, batch):
+    x, y = batch
+    return (softplus(1 - goodness(net(x))) + softplus(goodness(net(y)) - 1)).mean()

@@ -24,7 +24,7 @@ def plain(net, optimizer, epochs):
     for epoch in epochs:
         for x, y in epoch:
             loss = F.smooth_l1_loss(net(x), y)
-            if loss < 2:
+            if loss < 1:
                 break
             loss.backward()
             optimizer.step()
@@ -34,6 +34,6 @@ def plain(net, optimizer, epochs):
 def mine(run):
     for batch in run:
         loss = F.smooth_l1_loss(run.model(batch.x), batch.y)
-        if run.mean(loss) < 2:
+        if run.mean(loss) < 1:
             break
         run.step(loss)

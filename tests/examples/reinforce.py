@@ -23,18 +23,3 @@ def loss_of(net, state):
         rewards.append((state[:, 2].abs() < 0.3).float())
     returns = torch.stack(rewards).flip(0).cumsum(0).flip(0)
     return -(torch.stack(logs) * (returns - returns.mean())).sum(0).mean()
-
-
-def plain(net, optimizer, epochs):
-    for epoch in epochs:
-        for state in epoch:
-            loss = loss_of(net, state)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def mine(run):
-    for batch in run:
-        loss = loss_of(run.model, batch.data)
-        run.step(loss)

@@ -33,16 +33,6 @@ def made():
     return {"net": net, "optimizer": Shampoo(net.parameters(), 0.1), "dataset": labelled(48, 6)}
 
 
-def plain(net, optimizer, epochs):
-    for epoch in epochs:
-        for x, y in epoch:
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def mine(run):
-    for batch in run:
-        loss = F.cross_entropy(run.model(batch.x), batch.y)
-        run.step(loss)
+def loss_of(net, batch):
+    x, y = batch
+    return F.cross_entropy(net(x), y)

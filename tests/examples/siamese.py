@@ -25,17 +25,6 @@ def made():
     return {"net": net, "optimizer": optim.Adadelta(net.parameters()), "dataset": Pairs(labelled(48, 6))}
 
 
-def plain(net, optimizer, epochs):
-    for epoch in epochs:
-        for one, other, same in epoch:
-            loss = F.binary_cross_entropy_with_logits(net(one, other), same)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def mine(run):
-    for batch in run:
-        one, other, same = batch.data
-        loss = F.binary_cross_entropy_with_logits(run.model(one, other), same)
-        run.step(loss)
+def loss_of(net, batch):
+    one, other, same = batch
+    return F.binary_cross_entropy_with_logits(net(one, other), same)

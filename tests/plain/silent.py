@@ -24,7 +24,6 @@ WAITS = {  # rows, or a row by one door, that wait for what is being built
     "LoadsInside",
     "Auc",
     "OnItself",
-    "AloneInNorm",
 }
 
 
@@ -346,17 +345,6 @@ class LoadsInside(Program):
     def loop(self, run):
         nn.init.normal_(run.net[0].weight)
         super().loop(run)
-
-
-class AloneInNorm(Program):
-    """The last batch of an epoch leaves a rank one sample."""
-
-    doors = "loop"
-    refused = "BatchNorm"
-    refused_at = (2,)
-
-    def net(self):
-        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
 
 
 # ---- what an optimizer keeps ------------------------------------------------------------------------

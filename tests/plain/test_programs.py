@@ -1043,18 +1043,16 @@ class Ids(Program):
 def rows_by(*doors):
     """A test's parameters: each program by each of these doors that it may take."""
     return [
-        pytest.param(
-            row(),
-            door,
-            id=f"{row.__name__.lower()}-{door.__name__}",
-            marks=[RED(reason=row.red)] * bool(row.red),
-        )
+        pytest.param(row(), door, id=f"{row.__name__.lower()}-{door.__name__}", marks=marks(row, door))
         for row in Program.rows
         for door in doors
-        if door.__name__ in row.doors
-        and not row.rehearsed
-        and not {row.__name__, f"{row.__name__} {door.__name__}"} & silent.WAITS
+        if door.__name__ in row.doors and not row.rehearsed
     ]
+
+
+def marks(row, door):
+    waits = {row.__name__, f"{row.__name__} {door.__name__}"} & silent.WAITS
+    return [RED(reason=row.red)] * bool(row.red) + [pytest.mark.skip("not built yet")] * bool(waits)
 
 
 @pytest.mark.parametrize("program, door", rows_by(script, stages, replicas, loop))
