@@ -2,8 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from beside import Held, numbers, pole
-from program import Part
+from beside import numbers, pole
+from program import Held, Part
 from torch import nn, optim
 
 

@@ -43,15 +43,6 @@ def pole(state, action):
     return torch.stack([x + speed / 9, speed + push / 9, angle + spin / 9, spin + angle / 3 - push / 5], -1)
 
 
-class Held(dict):
-    """What a loop remembers."""
-
-    def state_dict(self):
-        return dict(self)
-
-    load_state_dict = dict.update
-
-
 def judge(run):
     return lambda batch: {"acc": ((run.model(batch.x).argmax(1) == batch.y).sum(), len(batch.y))}
 

@@ -2,7 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from beside import Held, labelled
+from beside import labelled
+from program import Held
 from timm.utils import ModelEmaV3
 from torch import nn, optim
 

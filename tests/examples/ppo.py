@@ -1,8 +1,8 @@
 """Environments and what was played in them are remembered, and trained on in several epochs."""
 
 import torch
-from beside import Held, numbers, pole
-from program import Part
+from beside import numbers, pole
+from program import Held, Part
 from torch import nn, optim
 
 

@@ -2,8 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from beside import Held
-from program import Part
+from program import Held, Part
 from torch import nn, optim
 
 COLUMNS = 16

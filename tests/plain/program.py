@@ -55,6 +55,15 @@ class Part(nn.Module):
         return self.function(self, *inputs, **named)
 
 
+class Held(dict):
+    """A loop's own numbers and tensors: what it remembers."""
+
+    def state_dict(self):
+        return dict(self)
+
+    load_state_dict = dict.update
+
+
 class Program:
     """A classifier in the usual loop. A row is a subclass, and says what is different."""
 

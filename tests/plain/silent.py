@@ -6,9 +6,8 @@ people write; an optimizer keeps what it likes.
 
 import torch
 import torch.nn.functional as F
-from program import SLICES, TESTED, Part, Program, Samples
+from program import SLICES, TESTED, Held, Part, Program, Samples
 from timm.optim import create_optimizer_v2
-from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -25,15 +24,6 @@ WAITS = {  # rows, or a row by one door, that wait for what is being built
     "Auc",
     "OnItself",
 }
-
-
-class Held(dict):
-    """A loop's own numbers and tensors."""
-
-    def state_dict(self):
-        return dict(self)
-
-    load_state_dict = dict.update
 
 
 class Mean:
@@ -101,15 +91,6 @@ class Averages(Program):
 
     def loss(self, net, batch):
         return super().loss(net if torch.is_grad_enabled() else self.average.module, batch)
-
-
-class TimmsAverages(Averages):
-    def memory(self, net, train):
-        self.average = ModelEmaV3(net, decay=0.5)
-        return {"average": self.average}
-
-    def after(self, net, optimizer, step):
-        self.average.update(net, step=step)
 
 
 class Remembers(Program):
