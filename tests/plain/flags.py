@@ -17,3 +17,12 @@ def task(net, batch):
 
 def optimizer(net, opts):
     return program.now.optimizer(net)
+
+
+def annealed(net, batch, progress):
+    program.now.at = progress.step
+    return program.now.loss(net, batch)
+
+
+def lr_schedule(step, total, opts):
+    return program.now.warm(step)

@@ -55,6 +55,15 @@ class Part(nn.Module):
         return self.function(self, *inputs, **named)
 
 
+class Held(dict):
+    """A loop's own numbers and tensors: what it remembers."""
+
+    def state_dict(self):
+        return dict(self)
+
+    load_state_dict = dict.update
+
+
 class Program:
     """A classifier in the usual loop. A row is a subclass, and says what is different."""
 
@@ -74,6 +83,7 @@ class Program:
     outputs = 3  # of the net
     told = ""  # what a warning says: then the numbers may be others
     breaks = False  # the loop over batches is left at the end of each epoch
+    late = False  # killed behind the change that the loop makes after a step of this number
     red = ""  # the finding that it waits for
     rehearsed = False  # it differs by the number of processes, and launch/rehearse.py says so
 
@@ -105,6 +115,13 @@ class Program:
     def optimizer(self, net):
         return self.kind(net.parameters(), self.rate, **self.arguments)
 
+    def plains_optimizer(self, net):
+        return self.optimizer(net)
+
+    def memory(self, net, train):
+        """What the loop remembers, by name."""
+        return {}
+
     def after(self, net, optimizer, step):
         """What the loop does after a step."""
 
@@ -114,6 +131,8 @@ class Program:
                 self.step(run, batch)
                 if run.stepped:
                     self.after(run.net, run.optimizer, run.progress.step)
+                    if self.late and run.progress.step == self.last_call:
+                        self.die()
                 if self.breaks and run.progress.epoch_over:
                     break
             self.report(run)
@@ -144,7 +163,7 @@ class Program:
 
         torch.manual_seed(1)
         net = self.net()
-        if self.last_call:  # Stages wants no hook of the whole net
+        if self.last_call and not self.late:  # Stages wants no hook of the whole net
             part = net[0] if isinstance(net, nn.Sequential) else net
             part.register_forward_pre_hook(count)
         return net
@@ -166,7 +185,8 @@ class Program:
         """{what: number}; `epochs` are the ids of the samples of each batch of each epoch."""
         net = self.made()
         train, test = self.sets()
-        optimizer = self.optimizer(net)
+        optimizer = self.plains_optimizer(net)
+        self.memory(net, train)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled="amp" in self.flags)
         found = {}
         step = 0
@@ -220,6 +240,7 @@ def loop(program, given):
     net = program.made()
     train, test = program.sets()
     given = given | {"net": net, "optimizer": program.optimizer(net), "dataset": train, "test_set": test}
+    given["memory"] = program.memory(net, train)
     with elastic.Elastic(**given, batch_size=BATCH, tensorboard=False) as run:
         program.loop(run)
 
@@ -239,7 +260,7 @@ def live(world, program, door, folder, last_call):
         return replace(world, devices=devices)
 
     elastic.join = join
-    elastic.leave = lambda world: None  # fork_ranks ends them together
+    elastic.leave = leave
     program.last_call = last_call * (world.rank == world.size - 1)
     given = {"run_dir": folder / "run", "epochs": 2, "log_every": 1}
     given["device"] = world.device.type
@@ -255,6 +276,14 @@ def live(world, program, door, folder, last_call):
     if code:
         sys.stdout.flush()
         os._exit(code)
+
+
+def leave(world):
+    """fork_ranks ends them together; another run may follow."""
+    world.barrier()
+    if world.store and world.rank == 0:
+        world.store.delete_key("lifelines")
+    world.barrier()
 
 
 def lived(program, door, folder, size, last_call=0):
@@ -313,6 +342,13 @@ def check_numbers(program, door, folder):
         tolerance = 0
     else:
         wanted = program.plain([order(epoch) for epoch in range(2)])
+    worlds = [f"step {life['step'] + 1} by {life['world']}" for life in lives(folder / "killed/run")]
+    differences(wanted, found, tolerance, f"processes: {', '.join(worlds)}")
+    program.check(folder / "killed/run")
+
+
+def differences(wanted, found, tolerance, *told):
+    """Wrong, with the largest ones."""
     lines = []
     for what, value in wanted.items():
         value = torch.as_tensor(value)
@@ -322,11 +358,8 @@ def check_numbers(program, door, folder):
         if not apart <= tolerance * max(1, largest):
             lines.append((-apart, f"{what} is off by {apart:.3g}, the largest wanted is {largest:.3g}"))
     if lines:
-        worlds = [f"step {life['step'] + 1} by {life['world']}" for life in lives(folder / "killed/run")]
         worst = [line for _, line in sorted(lines)[:8]]
-        first = f"the first: {lines[0][1]}"
-        raise Wrong("\n".join([*worst, first, f"processes: {', '.join(worlds)}"]))
-    program.check(folder / "killed/run")
+        raise Wrong("\n".join([*worst, f"the first: {lines[0][1]}", *told]))
 
 
 def order(epoch):

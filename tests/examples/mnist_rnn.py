@@ -1,0 +1,22 @@
+"""An LSTM over the rows of a picture, and BatchNorm."""
+
+import torch.nn.functional as F
+from beside import labelled
+from program import Part
+from torch import nn, optim
+
+BITWISE = True
+
+
+def made():
+    def forward(net, x):
+        rows, _ = net.lstm(x)
+        return net.head(net.norm(rows[:, -1]))
+
+    net = Part(forward, lstm=nn.LSTM(4, 8, batch_first=True), norm=nn.BatchNorm1d(8), head=nn.Linear(8, 3))
+    return {"net": net, "optimizer": optim.Adam(net.parameters(), 0.01), "dataset": labelled(48, 4, 4)}
+
+
+def loss_of(net, batch):
+    x, y = batch
+    return F.cross_entropy(net(x), y)

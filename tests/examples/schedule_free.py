@@ -1,0 +1,60 @@
+"""A schedule-free optimizer; its average is evaluated."""
+
+import torch
+import torch.nn.functional as F
+from beside import labelled
+from torch import nn, optim
+
+TEST = labelled(20, 6)
+
+
+class ScheduleFree(optim.Optimizer):
+    """Weights are between z, which steps, and its average x."""
+
+    def __init__(self, weights, lr):
+        super().__init__(weights, {"lr": lr, "k": 0, "sum": 0.0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] += 1
+            weight = min(1.0, group["k"] / 3) ** 2
+            group["sum"] += weight
+            for p in group["params"]:
+                state = self.state[p]
+                z = state.setdefault("z", p.clone())
+                x = state.setdefault("x", p.clone())
+                z.sub_(p.grad, alpha=group["lr"])
+                x.lerp_(z, weight / group["sum"])
+                p.copy_(z.lerp(x, 0.9))
+
+    def loss(self, net, x, y):
+        averages = {name: self.state[p].get("x", p) for name, p in net.named_parameters()}
+        return F.cross_entropy(torch.func.functional_call(net, averages, x), y, reduction="sum")
+
+
+def made():
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = ScheduleFree(net.parameters(), 0.5)
+    return {"net": net, "optimizer": optimizer, "dataset": labelled(48, 6), "test_set": TEST}
+
+
+def plain(net, optimizer, epochs):
+    for epoch in epochs:
+        for x, y in epoch:
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"step 6: val_loss": optimizer.loss(net, *map(torch.stack, zip(*TEST, strict=True))) / len(TEST)}
+
+
+def mine(run):
+    def judge(batch):
+        return {"loss": (run.optimizer.loss(run.net, batch.x, batch.y), len(batch.y))}
+
+    for epoch in run.epochs():
+        for batch in epoch:
+            loss = F.cross_entropy(run.model(batch.x), batch.y)
+            run.step(loss)
+        run.report(**run.evaluate(judge))
