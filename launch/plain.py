@@ -1,0 +1,123 @@
+"""The same program without this project: a plain loop in the place of Elastic.
+
+Forward, backward, clip, step, in one process. What the project does to a program alike in each of its runs is
+seen by nothing else. It takes the order of samples, the seeds and the arguments as they are.
+"""
+
+from contextlib import nullcontext
+
+import torch
+
+from common.data import Batch
+from common.device import gpus
+from common.sampler import ElasticSampler, seed
+from common.training.evaluate import evaluate
+from common.training.optimizer import learning_rate
+from common.training.progress import Progress
+from common.training.replicas import Called
+from common.training.step import placed
+from common.training.tasks import Task
+from common.training.turns import Turns
+from common.world import World
+from launch.rehearsed import Watched
+
+
+class Plain(Watched):
+    """Has what a loop needs of Elastic."""
+
+    stepped = True
+    heartbeat = 0
+    averaged = nullcontext  # --ema-decay is not compared
+
+    def __enter__(self):
+        if not self.opts:
+            self._read_arguments()
+        self.shrink()
+        self.cut()
+        device = self.device = (*gpus(), torch.device("cpu"))[0]
+        self.world = World(0, 1, 0, 1, (device,), "plain")
+        self.order = self.optimizer.order if isinstance(self.optimizer, Turns) else [self.optimizer]
+        self.progress = Progress(self.opts, len(self.data.train), len(self.order))
+        self.net.to(device)
+        self.model = Called(self.net, self)  # casts, as --amp says
+        if not any(module.training for module in self.net.modules()):
+            self.net.train()
+        self.evaluating = [module for module in self.net.modules() if not module.training]
+        self.train()
+        self.tell()
+        return self
+
+    def __exit__(self, *error):
+        self.note()
+
+    def named(self):
+        return self.net.state_dict()
+
+    def train(self):
+        self.net.train()
+        for module in self.evaluating:
+            module.training = False
+
+    def epochs(self):
+        progress = self.progress
+        while not progress.finished:
+            yield self.watched(self.batches())
+            progress.end_epoch()
+
+    def batches(self):
+        opts = self.opts
+        progress = self.progress
+        samples = self.data.train
+        order = ElasticSampler(samples, opts.global_batch_size, seed=opts.seed)
+        order.set_epoch(progress.epoch, progress.position)
+        if samples.set_epoch:
+            samples.set_epoch(progress.epoch)
+        for ids in order:
+            data = samples.fetch(ids, progress.epoch, opts.augment != "none")
+            for _ in self.order:
+                seed(opts.seed, "step", progress.step - progress.turn, 0)
+                yield Batch([(ids, placed(data, self.world.device, opts))], len(ids))
+
+    def step(self, loss, count=None):
+        opts = self.opts
+        progress = self.progress
+        if isinstance(loss, dict):
+            loss, count = next(iter(loss.values()))
+        mean = loss if count is None else loss / count
+        mean.backward()
+        if opts.clip_grad_norm:
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), opts.clip_grad_norm)
+        if self.schedule or opts.lr_schedule != "constant" or opts.warmup_epochs:
+            rate = learning_rate(progress.step, opts, progress.steps_per_epoch, self.schedule)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group.get("scale", 1.0)
+        seed(opts.seed, "update", progress.step)
+        self.order[progress.turn].step()
+        self.optimizer.zero_grad()
+        self.net.zero_grad()
+        progress.count(opts.global_batch_size)
+        self.write(step=progress.step, row={"loss": mean.item()})
+
+    def evaluate(self, judge):
+        if not isinstance(judge, Task):
+            judge = Task(lambda _, data, own=judge: own(Batch([([], data)], 0)), [], spec="judge")
+        found = evaluate(self.model, self.data.test, self, self.world, judge)
+        self.train()
+        return found
+
+    def report(self, **metrics):
+        numbers = {name.removeprefix("val_"): value for name, value in metrics.items()}
+        row = {f"val_{name}": value for name, value in numbers.items() if not isinstance(value, list)}
+        self.progress.evaluated = {"step": self.progress.step}
+        if not self.opts.ema_decay:
+            self.write(step=self.progress.step, row=row)
+
+
+def as_given(convert):
+    """Numbers of float64 that float32 has not stay as they are."""
+
+    def as_input(x):
+        exact = x.dtype != torch.float64 or torch.equal(x.float().double(), x)
+        return convert(x) if exact else x
+
+    return as_input
