@@ -11,8 +11,9 @@ import torch
 from common.checkpoint import Damaged, checkpoints, describe, read_facts
 from common.errors import UserError
 from common.ledger import deaths_of, named, newest_lives
-from common.options import Options, read_options, was_rehearsed
+from common.options import Options, read_options
 from common.place import here, this_process
+from common.rehearsed import was_rehearsed
 
 
 def complete(opts: Options) -> str:

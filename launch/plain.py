@@ -1,13 +1,14 @@
 """The same program without this project: a plain loop in the place of Elastic.
 
 Forward, backward, clip, step, in one process. What the project does to a program alike in each of its runs is
-seen by nothing else. It takes the order of samples, the seeds and the arguments as they are.
+seen by nothing else. Order of samples, seeds and arguments are taken as they are.
 """
 
 from contextlib import nullcontext
 
 import torch
 
+import common.data.samples
 from common.data import Batch
 from common.device import gpus
 from common.sampler import ElasticSampler, seed
@@ -34,12 +35,11 @@ class Plain(Watched):
             self._read_arguments()
         self.shrink()
         self.cut()
-        device = self.device = (*gpus(), torch.device("cpu"))[0]
-        self.world = World(0, 1, 0, 1, (device,), "plain")
-        self.order = self.optimizer.order if isinstance(self.optimizer, Turns) else [self.optimizer]
-        self.progress = Progress(self.opts, len(self.data.train), len(self.order))
-        self.net.to(device)
-        self.model = Called(self.net, self)  # casts, as --amp says
+        self.device = (*gpus(), torch.device("cpu"))[0]
+        self.world = World(0, 1, 0, 1, (self.device,), "plain")
+        self.parts = self.optimizer.order if isinstance(self.optimizer, Turns) else [self.optimizer]
+        self.progress = Progress(self.opts, len(self.data.train), len(self.parts))
+        self.model = Called(self.net.to(self.device), self)  # casts, as --amp says
         if not any(module.training for module in self.net.modules()):
             self.net.train()
         self.evaluating = [module for module in self.net.modules() if not module.training]
@@ -59,10 +59,9 @@ class Plain(Watched):
             module.training = False
 
     def epochs(self):
-        progress = self.progress
-        while not progress.finished:
+        while not self.progress.finished:
             yield self.watched(self.batches())
-            progress.end_epoch()
+            self.progress.end_epoch()
 
     def batches(self):
         opts = self.opts
@@ -74,9 +73,9 @@ class Plain(Watched):
             samples.set_epoch(progress.epoch)
         for ids in order:
             data = samples.fetch(ids, progress.epoch, opts.augment != "none")
-            for _ in self.order:
+            for _ in self.parts:
                 seed(opts.seed, "step", progress.step - progress.turn, 0)
-                yield Batch([(ids, placed(data, self.world.device, opts))], len(ids))
+                yield Batch([(ids, placed(data, self.device, opts))], len(ids))
 
     def step(self, loss, count=None):
         opts = self.opts
@@ -92,8 +91,7 @@ class Plain(Watched):
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("scale", 1.0)
         seed(opts.seed, "update", progress.step)
-        self.order[progress.turn].step()
-        self.optimizer.zero_grad()
+        self.parts[progress.turn].step()
         self.net.zero_grad()
         progress.count(opts.global_batch_size)
         self.write(step=progress.step, row={"loss": mean.item()})
@@ -106,18 +104,17 @@ class Plain(Watched):
         return found
 
     def report(self, **metrics):
-        numbers = {name.removeprefix("val_"): value for name, value in metrics.items()}
-        row = {f"val_{name}": value for name, value in numbers.items() if not isinstance(value, list)}
+        row = {f"val_{name.removeprefix('val_')}": value for name, value in metrics.items()}
         self.progress.evaluated = {"step": self.progress.step}
-        if not self.opts.ema_decay:
-            self.write(step=self.progress.step, row=row)
+        self.write(step=self.progress.step, row={} if self.opts.ema_decay else row)
 
 
-def as_given(convert):
+def keep_floats():
     """Numbers of float64 that float32 has not stay as they are."""
+    convert = common.data.samples.as_input
 
     def as_input(x):
         exact = x.dtype != torch.float64 or torch.equal(x.float().double(), x)
         return convert(x) if exact else x
 
-    return as_input
+    common.data.samples.as_input = as_input

@@ -2,8 +2,8 @@
 
 From a fork to its end: `live` puts Watched, or Plain, in the place of Elastic and starts the script. A life
 strikes, or differs, as its `does` says: {"kill": 6} in step 6, {"stop": 8}, {"die": 15} in an evaluation;
-{"ulp": 1} moves each weight by one ulp a step, {"reverse": 1} turns the samples of each share round, {"quiet": 1}
-draws the same always, {"freeze": 1} leaves batch norms as in an evaluation; other keys are options.
+{"ulp": 1} moves each weight by one ulp a step, {"reverse": 1} turns the samples of each share round,
+{"quiet": 1} draws the same always, {"freeze": 1} leaves batch norms as in an evaluation; others are options.
 """
 
 import atexit
@@ -18,10 +18,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import common.data.samples
 import common.elastic
 from common import errors
-from common.options import rehearsal_key
+from common.rehearsed import rehearsal_key
 from common.sampler import ElasticSampler
 from launch.compare import sketch_of
 from launch.worker import work
@@ -30,18 +29,16 @@ STEPS = 20
 EPOCH_STEPS = 5  # the last one with fewer samples, if it is so in the whole data
 SAMPLES = 11  # of a batch, or fewer
 ULPS = {"off": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
-SILENT = {"rand": 0.5, "uniform": 0.5, "randn": 0, "normal": 0, "bernoulli": 1, "randint": 0, "exponential": 1}
-FEW = {
-    "log_every": 1,
-    "save_every": EPOCH_STEPS,
-    "eval_every": 1,
-    "progress": "off",
-    "resume": "auto",
-    "fork": "",
-    "device": "auto",
-    "tensorboard": False,
-    **dict.fromkeys(["at", "max_steps", "patience", "save_seconds", "eval_only"], 0),
+SILENT = {
+    "rand": 0.5,
+    "uniform": 0.5,
+    "randn": 0,
+    "normal": 0,
+    "bernoulli": 1,
+    "randint": 0,
+    "exponential": 1,
 }
+OFF = dict.fromkeys(["workers", "max_steps", "patience", "save_seconds", "tensorboard"], 0)
 
 
 class Watched(common.elastic.Elastic):
@@ -60,9 +57,9 @@ class Watched(common.elastic.Elastic):
     def shrink(self):
         self.key = rehearsal_key(self.opts)
         self.whole_batch = self.opts.global_batch_size
-        size = min(self.whole_batch, SAMPLES)
-        options = {name: value for name, value in self.does.items() if name in self.opts.to_json()}
-        self.opts = replace(self.opts, **FEW, global_batch_size=size, **options)
+        few = {"global_batch_size": min(self.whole_batch, SAMPLES), "save_every": EPOCH_STEPS}
+        few |= {name: value for name, value in self.does.items() if hasattr(self.opts, name)}
+        self.opts = replace(self.opts, log_every=1, eval_every=1, **OFF, **few)
 
     def cut(self):
         if self.data is None:
@@ -82,13 +79,11 @@ class Watched(common.elastic.Elastic):
 
     def tell(self):
         self.noted = -1
-        self.write(
-            key=self.key,
-            weights={name for name, p in self.net.named_parameters() if p.is_floating_point()},
-            norms=any(isinstance(module, _BatchNorm) for module in self.net.modules()),
-            opts=self.opts,
-            epoch=self.progress.steps_per_epoch,
-        )
+        self.norms = [module for module in self.net.modules() if isinstance(module, _BatchNorm)]
+        weights = {name for name, p in self.net.named_parameters() if p.is_floating_point()}
+        epoch = self.progress.steps_per_epoch
+        slices = self.opts.virtual_ranks
+        self.write(key=self.key, weights=weights, norms=bool(self.norms), slices=slices, epoch=epoch)
 
     def named(self):
         tensors = self.state.tensors()
@@ -105,9 +100,8 @@ class Watched(common.elastic.Elastic):
         if "ulp" in self.does:
             draws = torch.Generator().manual_seed(step)
             for p in self.net.parameters():
-                real = torch.view_as_real(p.data) if p.is_complex() else p.data
-                signs = torch.randint(0, 2, real.shape, generator=draws).to(real) * 2 - 1
-                real.mul_(1 + max(ulp, torch.finfo(real.dtype).eps) * signs)
+                signs = torch.randint(0, 2, p.shape, generator=draws).to(p.device) * 2 - 1
+                p.data.mul_(1 + max(ulp, torch.finfo(p.dtype).eps) * signs)
 
     # ---- the loop ----
     def epochs(self):
@@ -123,6 +117,8 @@ class Watched(common.elastic.Elastic):
                 signal.raise_signal(signal.SIGTERM)
             if step == self.does.get("kill"):
                 self.strike()
+            for norm in self.norms if "freeze" in self.does else ():
+                norm.training = False
             with Silence() if "quiet" in self.does else nullcontext():
                 yield batch
         self.note()
@@ -152,20 +148,9 @@ class Silence(TorchDispatchMode):
         return out.fill_(SILENT[kind]) if kind in SILENT else out
 
 
-def reverse(inner):
-    return lambda order: (ids[::-1] for ids in inner(order))
-
-
-def frozen(norm):
-    def batch_norm(x, mean, var, weight=None, bias=None, training=False, *rest, **named):
-        return norm(x, mean, var, weight, bias, mean is None, *rest, **named)
-
-    return batch_norm
-
-
 def live(command, environment, folder, number, does):
     """A process from its fork to its end."""
-    from launch.plain import Plain, as_given
+    from launch.plain import Plain, keep_floats
 
     atexit._clear()
     errors.OTHER_RANKS_SECONDS = 0.0  # no agent ends them
@@ -175,10 +160,8 @@ def live(command, environment, folder, number, does):
     Watched.notes = open(folder / f"notes {place}", "wb")
     common.elastic.Elastic = Plain if "plain" in does else Watched
     if does.get("plain") == "as given":
-        common.data.samples.as_input = as_given(common.data.samples.as_input)
+        keep_floats()
     if "reverse" in does:
-        ElasticSampler.__iter__ = reverse(ElasticSampler.__iter__)
-    if "freeze" in does:
-        torch.nn.functional.batch_norm = frozen(torch.nn.functional.batch_norm)
+        inner = ElasticSampler.__iter__
+        ElasticSampler.__iter__ = lambda order: (ids[::-1] for ids in inner(order))
     work(command, environment, [])
-    return 0

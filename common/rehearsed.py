@@ -1,13 +1,14 @@
-"""Which code of a user's own was rehearsed, with which flags: a note in this person's cache, of no content."""
+"""Which code of a user's own was rehearsed, with which flags: an empty file in this person's cache."""
 
+import ast
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from common.options.options import Options
-from common.options.user import imports_of
+from common.options import Options
 from common.place import cache_folder
 
 OWN = "the script"  # the task of a loop of one's own
@@ -24,10 +25,19 @@ def code_of(opts: Options) -> str:
         path = files.pop().resolve()
         if path.is_file() and path not in texts:
             texts[path] = path.read_bytes()
-            with suppress(SyntaxError):
-                files += [path.parent / f"{name}.py" for name in imports_of(path)]
-                files += [path.parent / name / "__init__.py" for name in imports_of(path)]
+            for name in imports_of(path):
+                files += [path.parent / f"{name}.py", path.parent / name / "__init__.py"]
     return hashlib.sha256(b"".join(sorted(texts.values()))).hexdigest() if texts else ""
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The first words of what a file imports, anywhere in it."""
+    with suppress(SyntaxError):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module.partition(".")[0]
 
 
 def rehearsal_key(opts: Options) -> str:
@@ -38,7 +48,7 @@ def rehearsal_key(opts: Options) -> str:
 
 
 def note_rehearsal(key: str) -> None:
-    """Nothing is to be said of a run with this key from now on."""
+    """From now on nothing is said of a run with this key."""
     with suppress(OSError):
         folder = cache_folder() / "rehearsed"
         folder.mkdir(parents=True, exist_ok=True)
