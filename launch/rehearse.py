@@ -258,7 +258,11 @@ def note_run(script, folder, lives):
         said = "".join((folder / f"said {number} {rank}").read_text() for rank in range(size))
         said = said.rpartition("error: ")[2] if "error: " in said else said[-200:]
         run.error = "\n".join(line.strip() for line in said.splitlines()[:3]) if any(codes) else ""
-        if not any(codes) or not SURVIVES & does.keys() or 2 in codes and "plain" not in does:
+        if (
+            not any(codes)
+            or not SURVIVES & does.keys()
+            or (any(1 < code < 8 for code in codes) and "plain" not in does)
+        ):
             break
     with suppress(OSError):
         rows += map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())

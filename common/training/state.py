@@ -139,7 +139,7 @@ class TrainState:
                 self.statistics.commit()
                 self.settings.commit()
                 self.memory.commit()
-                self.updated = mark(self.device)
+                self.updated = self.marks()
 
     def finish_gradient(self) -> None:
         """Overflow check and clipping."""
