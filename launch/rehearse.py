@@ -17,9 +17,9 @@ import shutil
 import socket
 import sys
 import tempfile
-import traceback
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,14 +31,16 @@ from common.place import MEETING, die_with_the_parent  # noqa: E402
 from common.rehearsed import imports_of, note_rehearsal  # noqa: E402
 from launch.command import read_command  # noqa: E402
 
+FORK = get_context("fork").Process
 KILL_STEP = 11  # of two processes
+MOST_PROCESSES = 3
 RUNS = {  # the lives of each run, until one ends well: (processes, what they do)
     "whole": [(1, {})],
     "again": [(1, {})],
     "killed": [(1, {"kill": 6}), (1, {"stop": 8}), (1, {"die": 15}), (1, {})],
     "rounded": [(1, {"ulp": 1})],
     "reversed": [(1, {"reverse": 1})],
-    "processes": [(2, {"kill": KILL_STEP}), (3, {})],
+    "processes": [(2, {"kill": KILL_STEP}), (MOST_PROCESSES, {})],
     "plain": [(1, {"plain": "as given"}), (1, {"plain": "converted"})],
 }
 COMPARED = ("whole", "rounded", "reversed", "plain", "processes")
@@ -115,9 +117,15 @@ def import_what_it_needs(script):
     if b"parse_options" in path.read_bytes():
         sys.argv = script
         options = parse_options("", processes=0).to_json()
+    from common.device import gpus
     from launch.worker import preload
 
     preload("common.elastic", options)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # counting GPUs must not touch CUDA in a process that forks
+    )
+    if len(gpus()) < MOST_PROCESSES:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in imports_of(path):
         if not [*path.parent.glob(f"{name}*")] or path.parent == ROOT:  # what is beside it may draw
             with suppress(Exception):
@@ -129,16 +137,18 @@ def rehearse(script, folder, accept=""):
     """({family: what is told}, notes, the key of this program)"""
     from launch.compare import LIMIT, Noise
 
-    def run(names, most=3, **change):
+    def run(names, most=MOST_PROCESSES, **change):
         """{name: Run}, as many at once as there are cores."""
-        pids = []
-        for name in names:
-            if len(pids) >= len(os.sched_getaffinity(0)):
-                os.waitpid(pids.pop(0), 0)
+        forks = []
+        cores = len(os.sched_getaffinity(0))
+        for number, name in enumerate(names):
             lives = [(min(size, most), does | change) for size, does in RUNS[name]]
-            pids.append(in_a_fork(note_run, script, folder / name, lives))
-        for pid in pids:
-            os.waitpid(pid, 0)
+            forks.append(FORK(target=note_run, args=(script, folder / name, lives)))
+            if number >= cores:
+                forks[number - cores].join()
+            forks[-1].start()
+        for fork in forks:
+            fork.join()
         return {name: pickle.loads((folder / f"{name}/run.pickle").read_bytes()) for name in names}
 
     alarms = {}
@@ -152,7 +162,7 @@ def rehearse(script, folder, accept=""):
         alarm("refused", error=whole.error)
         return alarms, notes, ""
     slices = whole.facts["slices"]
-    runs = {"whole": whole} | run(["again", "killed", "processes"], slices or 3)
+    runs = {"whole": whole} | run(["again", "killed", "processes"], slices or MOST_PROCESSES)
     processes = runs["processes"]
     change = {"virtual_ranks": 0} if slices else {}  # as in a plain loop
     runs |= run([name for name in COMPARED if slices or name not in runs], **change)
@@ -203,25 +213,6 @@ def rehearse(script, folder, accept=""):
 
 
 # ---- the processes of a run ----
-def in_a_fork(function, *arguments):
-    """The pid of a process that calls a function."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        die_with_the_parent()
-        function(*arguments)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
 def note_run(script, folder, lives):
     """Writes down the Run of some lives."""
     import torch
@@ -229,6 +220,7 @@ def note_run(script, folder, lives):
     from launch.compare import ROW, Gap, Run, sketch_of
     from launch.rehearsed import live
 
+    die_with_the_parent()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     run = Run()
@@ -236,12 +228,15 @@ def note_run(script, folder, lives):
     for number, (size, does) in enumerate(lives):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        pids = []
+        forks = []
         for rank in range(size):
             place = [rank, size, rank, size, "127.0.0.1", port]
             environment = dict(zip(MEETING, map(str, place), strict=True))
-            pids.append(in_a_fork(live, script, environment, folder, number, does))
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            forks.append(FORK(target=live, args=(script, environment, folder, number, does)))
+            forks[-1].start()
+        for fork in forks:
+            fork.join()
+        codes = [fork.exitcode for fork in forks]
         steps = {}
         for rank in range(size):
             for facts in noted(folder / f"notes {number} {rank}"):

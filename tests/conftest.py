@@ -34,6 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import police  # noqa: E402  (found through the path above)
 
 TEMPORARY = police.move_in()
+os.environ["XDG_CACHE_HOME"] = str(TEMPORARY / "cache")  # a person's notes of rehearsals are none of ours
 
 
 def pytest_collection_finish():
