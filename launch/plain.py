@@ -86,9 +86,10 @@ class Plain(Watched):
         mean.backward()
         if opts.clip_grad_norm:
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), opts.clip_grad_norm)
-        if self.schedule or opts.lr_schedule != "constant" or opts.warmup_epochs:
-            rate = learning_rate(progress.step, opts, progress.steps_per_epoch, self.schedule)
-            for group in self.optimizer.param_groups:
+        scheduled = self.schedule or opts.lr_schedule != "constant" or opts.warmup_epochs
+        rate = learning_rate(progress.step, opts, progress.steps_per_epoch, self.schedule)
+        for group in self.optimizer.param_groups:
+            if scheduled or not progress.step and "scale" in group:
                 group["lr"] = rate * group.get("scale", 1.0)
         seed(opts.seed, "update", progress.step)
         self.parts[progress.turn].step()

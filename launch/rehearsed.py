@@ -80,10 +80,14 @@ class Watched(common.elastic.Elastic):
     def tell(self):
         self.noted = -1
         self.norms = [module for module in self.net.modules() if isinstance(module, _BatchNorm)]
-        weights = {name for name, p in self.net.named_parameters() if p.is_floating_point()}
-        epoch = self.progress.steps_per_epoch
-        slices = self.opts.virtual_ranks
-        self.write(key=self.key, weights=weights, norms=bool(self.norms), slices=slices, epoch=epoch)
+        self.write(
+            key=self.key,
+            weights={name for name, p in self.net.named_parameters() if p.is_floating_point()},
+            norms=bool(self.norms),
+            slices=self.opts.virtual_ranks,
+            pieces=self.opts.micro_batch_size,
+            epoch=self.progress.steps_per_epoch,
+        )
 
     def named(self):
         tensors = self.state.tensors()

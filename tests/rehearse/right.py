@@ -253,7 +253,11 @@ class TwoRatesScript(TwoRates):
 class ClippedInAHook(Right):
     def optimizer(self, net):
         optimizer = super().optimizer(net)
-        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(net.parameters(), 0.05))
+
+        def clip(*_):
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+
+        optimizer.register_step_pre_hook(clip)
         return optimizer
 
 

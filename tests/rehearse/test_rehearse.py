@@ -3,7 +3,6 @@
 python -m pytest tests/rehearse -m long         # all of wrong.py and right.py
 """
 
-
 import pytest
 import right
 import torch

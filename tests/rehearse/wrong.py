@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from stage import Program, Samples
 from torch import nn
 
+import common.training.tasks
+import common.training.unsaved
+
 # what these rows say of their place of birth: numbers.md has the letters
 
 
@@ -443,9 +446,12 @@ class Elbo(Cut):
 
 class PostHook(Cut):
     def net(self):
+        def clip(p):
+            p.grad.clamp_(-0.02, 0.02)
+
         net = super().net()
         for p in net.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.02, 0.02))
+            p.register_post_accumulate_grad_hook(clip)
         return net
 
 
@@ -546,7 +552,7 @@ class Covariance(Cut):
         out = run.model(batch.x)
         centred = out - out.mean(0)
         cov = centred.T @ centred / len(out)
-        run.step(F.cross_entropy(out, batch.y) + (cov - torch.eye(3)).square().sum())
+        run.step(F.cross_entropy(out, batch.y) + 0.05 * (cov - torch.eye(3)).square().sum())
 
 
 class OwnNorm(Cut):
@@ -675,6 +681,15 @@ class Milliseconds(Stamps):
     def sample(self, draws):
         x, y = Program.sample(self, draws)
         return 1e8 + 10 * x.double(), y
+
+
+class RateOfItsOwn(Plain):
+    """An optimizer by flags that does not ask for --lr."""
+
+    door = "script"
+
+    def optimizer(self, net):
+        return torch.optim.SGD(net.parameters(), 0.3)
 
 
 # ---- E: between `with` and `for`; each process by itself -------------------------------------------------
@@ -832,3 +847,57 @@ class Accumulated(Refused):
     def step(self, run, batch):
         mean_loss(run.model, batch).backward()
         super().step(run, batch)
+
+
+# ---- what a guard refuses today: the same without the guard ----------------------------------------------
+class Unguarded(Program):
+    family = "cut"
+
+    def made(self):
+        common.training.unsaved.FirstForward.begin = lambda self: None
+        common.training.tasks.reduced = lambda loss, how: False
+        return super().made()
+
+
+class ActNorm(Unguarded):
+    """The first batch sets a weight."""
+
+    family = "ranks"
+
+    def net(self):
+        def forward(net, x):
+            if net.training and not net.ready:
+                net.shift.data = -x.mean(0)
+                net.ready.fill_(True)
+            return net.head(x + net.shift)
+
+        net = Part(forward, head=nn.Linear(6, 3), shift=nn.Parameter(torch.zeros(6)))
+        net.register_buffer("ready", torch.tensor(False))
+        return net
+
+
+class EarlyTeacher(Unguarded):
+    """It follows in the forward: a process without samples has none."""
+
+    family = "ranks"
+
+    def net(self):
+        def forward(net, x):
+            if net.training:
+                net.teacher.weight.data.lerp_(net.pupil.weight.data, 0.1 * len(x) / 11)
+            return net.pupil(x) + net.teacher(x)
+
+        teacher = nn.Linear(6, 3).requires_grad_(False)
+        return Part(forward, pupil=nn.Linear(6, 3), teacher=teacher)
+
+
+class MeanWithCount(Unguarded):
+    def step(self, run, batch):
+        run.step(mean_loss(run.model, batch), count=len(batch.y))
+
+
+class SumAsMean(Unguarded):
+    family = "cut"
+
+    def step(self, run, batch):
+        run.step(F.cross_entropy(run.model(batch.x), batch.y, reduction="sum"))
