@@ -5,6 +5,7 @@ other bits. `Noise` is how far rounding alone leads, tensor by tensor and step b
 place where a run is much farther away.
 """
 
+import functools
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -37,15 +38,22 @@ def sketch_of(tensor: torch.Tensor, ulp: float = 0.0) -> Sketch:
     tensor = tensor.detach().cpu()
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
     ulp = max(ulp, torch.finfo(flat.dtype).eps if flat.is_floating_point() else 1e-7)
-    numbers = flat.double()
-    size = numbers.abs().max().item() if len(flat) else 0.0
     if len(flat) > WHOLE_NUMBERS:
-        size = numbers.norm().item()
-        draws = torch.Generator().manual_seed(len(flat))
-        numbers *= torch.randint(0, 2, flat.shape, generator=draws, dtype=torch.int8) * 2 - 1
-        numbers = torch.nn.functional.pad(numbers, (0, -len(flat) % SUMS)).view(-1, SUMS).sum(0)
+        numbers = flat if flat.is_floating_point() else flat.double()
+        size = numbers.norm(dtype=torch.float64).item()
+        signed = torch.nn.functional.pad(numbers * signs(len(flat)), (0, -len(flat) % SUMS))
+        numbers = signed.view(-1, SUMS).sum(0, dtype=torch.float64)
+    else:
+        numbers = flat.double()
+        size = numbers.abs().max().item() if len(flat) else 0.0
     bits = (tensor.dtype, tensor.shape, fingerprint_of([flat]))
     return Sketch(numbers.numpy(), size, ulp * max(size, SMALL), bits)
+
+
+@functools.cache
+def signs(count):
+    draws = torch.Generator().manual_seed(count)
+    return torch.randint(0, 2, (count,), generator=draws, dtype=torch.int8) * 2 - 1
 
 
 def apart(one: Sketch, other: Sketch) -> float:

@@ -37,7 +37,7 @@ MOST_PROCESSES = 3
 RUNS = {  # the lives of each run, until one ends well: (processes, what they do)
     "whole": [(1, {})],
     "again": [(1, {})],
-    "killed": [(1, {"kill": 6}), (1, {"stop": 8}), (1, {"die": 15}), (1, {})],
+    "killed": [(1, {"kill": 6, "save_every": 5}), (1, {"stop": 8}), (1, {"die": 15}), (1, {})],
     "rounded": [(1, {"ulp": 1})],
     "reversed": [(1, {"reverse": 1})],
     "processes": [(2, {"kill": KILL_STEP}), (MOST_PROCESSES, {})],

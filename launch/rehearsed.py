@@ -38,7 +38,7 @@ SILENT = {
     "randint": 0,
     "exponential": 1,
 }
-OFF = dict.fromkeys(["workers", "max_steps", "patience", "save_seconds", "tensorboard"], 0)
+OFF = dict.fromkeys(["workers", "max_steps", "patience", "save_every", "save_seconds", "tensorboard"], 0)
 
 
 class Watched(common.elastic.Elastic):
@@ -57,9 +57,9 @@ class Watched(common.elastic.Elastic):
     def shrink(self):
         self.key = rehearsal_key(self.opts)
         self.whole_batch = self.opts.global_batch_size
-        few = {"global_batch_size": min(self.whole_batch, SAMPLES), "save_every": EPOCH_STEPS}
+        few = {"global_batch_size": min(self.whole_batch, SAMPLES)}
         few |= {name: value for name, value in self.does.items() if hasattr(self.opts, name)}
-        self.opts = replace(self.opts, log_every=1, eval_every=1, **OFF, **few)
+        self.opts = replace(self.opts, log_every=1, eval_every=1, **OFF | few)
 
     def cut(self):
         if self.data is None:

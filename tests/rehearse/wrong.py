@@ -683,9 +683,10 @@ class Milliseconds(Stamps):
         return 1e8 + 10 * x.double(), y
 
 
-class RateOfItsOwn(Plain):
+class RateOfItsOwn(Program):
     """An optimizer by flags that does not ask for --lr."""
 
+    family = "refused"
     door = "script"
 
     def optimizer(self, net):
