@@ -13,6 +13,7 @@ and without this project, as a plain loop. Exit code 0: every comparison held, n
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import sys
@@ -101,7 +102,8 @@ def script_of(command):
         if path.suffix == ".py" and path.is_file() and path.parent != ROOT / "launch":
             return command[i:]
     if command[0].endswith("local.sh"):
-        return [str(ROOT / "train_ddp.py"), *command[1:]]
+        flags = re.sub("--nproc[=\0][0-9]+\0?", "", "\0".join(command[1:])).split("\0")
+        return [str(ROOT / "train_ddp.py"), *filter(None, flags)]
     raise UserError(f"{' '.join(command)}: there is no script\nname a file that ends in .py, then its flags")
 
 

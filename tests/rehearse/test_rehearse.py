@@ -108,7 +108,9 @@ def test_a_command_is_taken_as_one_types_it(command):
 
 
 def test_local_sh_without_a_script_is_train_ddp():
-    assert script_of(["launch/local.sh", "--epochs", "3"])[0] == str(ROOT / "train_ddp.py")
+    wanted = [str(ROOT / "train_ddp.py"), "--epochs", "3"]
+    assert script_of(["launch/local.sh", "--nproc", "4", "--epochs", "3"]) == wanted
+    assert script_of(["launch/local.sh", "--epochs", "3", "--nproc=4"]) == wanted
     launcher = str(ROOT / "launch/torchrun.py")
     assert script_of([launcher, "--nproc_per_node=2", str(ROOT / "train_dp.py")]) == [
         str(ROOT / "train_dp.py")
