@@ -210,8 +210,9 @@ def rehearse(script, folder, accept=""):
         alarm("evaluation" if gap.step == whole.facts["epoch"] + 1 else "plain", gap)
     for error in filter(None, [runs["killed"].error, processes.error]):
         alarm("refused", error=error)
-    if alarms.pop(accept, ""):
-        notes.append(f"accepted: {accept}")
+    accepted = alarms.pop(accept, "")
+    if accepted:
+        notes.append(f"accepted: {accepted.splitlines()[0]}")
     if not alarms:
         ratio = max((ratio for ratio, _ in nearest.gaps(measured["processes"])), default=0.0)
         near = "with the same bits" if slices else f"within {ratio:.1f} x rounding"

@@ -78,7 +78,7 @@ class Watched(common.elastic.Elastic):
         self.notes.flush()
 
     def tell(self):
-        self.noted = -1
+        self.noted = self.progress.step or -1  # what a life begins with may be noted before its epoch's end
         self.norms = [module for module in self.net.modules() if isinstance(module, _BatchNorm)]
         self.write(
             key=self.key,
