@@ -48,7 +48,7 @@ COMPARED = ("whole", "rounded", "reversed", "plain", "processes")
 SURVIVES = {"kill", "stop", "die", "plain"}  # what another life follows on
 DONE = (
     "rehearsed: 20 steps, 4 evaluations; killed three times with the same bits, as in a plain loop,\n"
-    "           two and three processes {}"
+    "           {}"
 )
 DRAWS = "it draws: by other numbers of processes the draws are others; compared in silence"
 NORMS = "BatchNorm sees the samples of one process, as under DDP: weights depend on the number of processes"
@@ -139,7 +139,9 @@ def rehearse(script, folder, accept=""):
     """({family: what is told}, notes, the key of this program)"""
     from launch.compare import LIMIT, Noise
 
-    def run(names, most=MOST_PROCESSES, **change):
+    most = MOST_PROCESSES
+
+    def run(names, **change):
         """{name: Run}, as many at once as there are cores."""
         forks = []
         cores = len(os.sched_getaffinity(0))
@@ -164,7 +166,8 @@ def rehearse(script, folder, accept=""):
         alarm("refused", error=whole.error)
         return alarms, notes, ""
     slices = whole.facts["slices"]
-    runs = {"whole": whole} | run(["again", "killed", "processes"], slices or MOST_PROCESSES)
+    most = 1 if whole.facts["script"] == "dp" else slices or most
+    runs = {"whole": whole} | run(["again", "killed", "processes"])
     processes = runs["processes"]
     change = {"virtual_ranks": 0} if slices else {}  # as in a plain loop
     runs |= run([name for name in COMPARED if slices or name not in runs], **change)
@@ -216,6 +219,7 @@ def rehearse(script, folder, accept=""):
     if not alarms:
         ratio = max((ratio for ratio, _ in nearest.gaps(measured["processes"])), default=0.0)
         near = "with the same bits" if slices else f"within {ratio:.1f} x rounding"
+        near = f"two and three processes {near}" if most > 1 else "train_dp.py has one process"
         notes = [DONE.format(near), *(f"note: {text}" for text in notes)]
     return alarms, notes, whole.facts["key"]
 

@@ -84,6 +84,7 @@ class Watched(common.elastic.Elastic):
             key=self.key,
             weights={name for name, p in self.net.named_parameters() if p.is_floating_point()},
             norms=bool(self.norms),
+            script=self.opts.script,
             slices=self.opts.virtual_ranks,
             pieces=self.opts.micro_batch_size,
             epoch=self.progress.steps_per_epoch,
