@@ -182,16 +182,17 @@ def rehearse(script, folder, accept=""):
         alarm("memory", lost)
 
     nearest, measured = noise, runs  # those of the pass that counts
-    gaps = {name: noise.far(runs[name]) for name in ("plain", "processes")}
+    names = ["plain"] if slices else ["plain", "processes"]
+    gaps = {name: noise.far(runs[name]) for name in names}
     if Noise(runs["whole"], runs["rounded"]).far(runs["reversed"]):
         change["quiet"] = 1
         measured = run(COMPARED, **change)
         nearest = Noise(measured["whole"], measured["rounded"])
         if not nearest.far(measured["reversed"]):  # else the order of a batch matters by itself
-            notes.append(DRAWS)
+            notes += [] if slices else [DRAWS]
             nearest = Noise(measured["whole"], measured["rounded"], measured["reversed"])
         gaps = {name: gaps[name] or nearest.far(measured[name]) for name in gaps}
-    if gaps["processes"] and whole.facts["norms"]:
+    if whole.facts["norms"] and gaps.get("processes"):
         notes.append(NORMS)
         measured = run(COMPARED, freeze=1, **change)
         nearest = Noise(measured["whole"], measured["rounded"], measured["reversed"])

@@ -604,11 +604,13 @@ for name, flags in FLAGS.items():
 
 
 class DropSlices(Drop):
+    notes = ""
     flags = {"virtual_ranks": 4}
     door = "script"
 
 
 class NormSlices(Norm):
+    notes = ""
     flags = {"virtual_ranks": 4}
     door = "script"
     count = 44
