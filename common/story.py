@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.ledger import deaths_of, named, newest_lives
 from common.options import Options, read_options
 from common.place import here, this_process
+from common.rehearsed import was_rehearsed
 
 
 def complete(opts: Options) -> str:
@@ -81,6 +82,8 @@ def header(run):
         f"{-(-opts.global_batch_size // count)} or less   "
         f"{run.progress.steps_per_epoch:,} steps an epoch, {run.progress.total_steps:,} in all",
     ]
+    if not was_rehearsed(opts):
+        lines.insert(0, "this program was not rehearsed: python launch/rehearse.py ...")
     if run.state.scheduled and run.progress.total_steps < opts.epochs * run.progress.steps_per_epoch:
         lines.append(f"the rate's schedule is that of {opts.epochs} epochs, --max-steps ends before it does")
     return lines

@@ -8,7 +8,6 @@ in minutes. The undisturbed run is moved to RUN-undisturbed, the disturbed one i
 process at a random moment. Exit code 0: each promise held; 1: one did not hold, or a fault did not strike.
 """
 
-import argparse
 import math
 import os
 import random
@@ -27,20 +26,18 @@ from common.extras.audit import audit  # noqa: E402
 from common.extras.report import summarize  # noqa: E402
 from common.ledger import lives_of, named  # noqa: E402
 from common.options import read_options  # noqa: E402
+from launch.command import read_command  # noqa: E402
 
 NPROC = "(--nproc(?:[-_]per[-_]node)?[=\0])[0-9]+"  # as flags name it, whose words are joined by \\0
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = read_command(
+        __doc__,
+        arguments,
+        kills=(5, "how many processes are killed (default: 5)"),
+        then=(0, "processes after the stop (default: one more)"),
     )
-    parser.add_argument("--kills", type=int, default=5, help="how many processes are killed (default: 5)")
-    parser.add_argument("--then", type=int, metavar="N", help="processes after the stop (default: one more)")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    args = parser.parse_args(arguments)
-    if not args.command:
-        parser.error("which command?")
     return run_command(lambda: drill(args))
 
 

@@ -36,6 +36,7 @@ import police  # noqa: E402  (found through the path above)
 TEMPORARY = police.move_in()
 (TEMPORARY / "config").mkdir()
 os.environ["XDG_CONFIG_HOME"] = f"{TEMPORARY}/config"  # the key of whoever runs the tests is not for them
+os.environ["XDG_CACHE_HOME"] = str(TEMPORARY / "cache")  # a person's notes of rehearsals are none of ours
 
 
 def pytest_collection_finish():

@@ -1,0 +1,139 @@
+"""launch/rehearse.py tells wrong programs, each as what it is, and says of right ones that they are right.
+
+python -m pytest tests/rehearse -m long         # all of wrong.py and right.py
+"""
+
+import pytest
+import right
+import torch
+import torch._dynamo
+import wrong
+from jobs import ROOT
+from stage import HERE, Program, rehearsed, wrong_with
+
+import common.elastic  # noqa: F401  (what each process of a rehearsal is forked with)
+import common.models  # noqa: F401
+import launch.plain  # noqa: F401
+from launch.command import read_command
+from launch.compare import Noise, Run, sketch_of
+from launch.rehearse import script_of
+
+KINDS = {row for row in Program.rows if row.__subclasses__()}  # no programs, but what several have in common
+KINDS -= {wrong.KlAnneal, wrong.SwaLoop, wrong.PostHook, wrong.OwnNorm, wrong.Stamps, wrong.LoraLoop}
+KINDS -= {right.Drop, right.Norm, right.Attention, right.TwoRates}
+ROWS = [row for row in Program.rows if row not in KINDS]
+FAST = (
+    wrong.KlAnneal,  # memory
+    wrong.NegMean,  # cut
+    wrong.PrunesByShare,  # ranks
+    wrong.ModeFlag,  # evaluation
+    wrong.Stamps,  # plain
+    wrong.UnseededNet,  # random
+    wrong.Mask,  # refused
+    right.ClassifierScript,
+    right.Drop,
+)
+
+
+def ids(row):
+    return row.__name__
+
+
+@pytest.mark.parametrize("row", FAST, ids=ids)
+def test_a_wrong_program_is_told_as_what_it_is_and_a_right_one_is_right(row):
+    assert not wrong_with(row)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in FAST], ids=ids)
+def test_each_program_is_told_as_what_it_is(row):
+    assert not wrong_with(row)
+
+
+def test_there_are_sixty_wrong_programs_and_sixty_right_ones():
+    assert sum(bool(row.family) for row in ROWS) >= 60
+    assert sum(not row.family for row in ROWS) >= 60
+
+
+def test_an_alarm_has_three_lines_fact_cause_way_out():
+    alarms, _, _ = rehearsed(wrong.Enumerate)
+    assert [*alarms] == ["memory"]
+    fact, cause, way_out = alarms["memory"].splitlines()
+    assert fact.startswith("killed and resumed, step 6 is another one: 0.weight is off by 0.0029 of 0.4")
+    assert "outside of net and optimizer" in cause and "run.progress.step" in way_out
+
+
+def test_the_command_says_what_came_and_a_run_of_that_code_no_longer_asks_for_it(jobs, tmp_path):
+    loop = tmp_path / "loop.py"
+    loop.write_text(LOOP)
+    asks = "this program was not rehearsed: python launch/rehearse.py ..."
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    rehearsal = ROOT / "launch/rehearse.py"
+    assert asks in jobs.python(loop, **home).ends_with(0)
+    said = jobs.start(rehearsal, "python", loop, **home).ends_with(0)
+    assert said.startswith("rehearsed: 20 steps, 4 evaluations; killed three times with the same bits"), said
+    assert asks not in jobs.python(loop, "--again", **home).ends_with(0)
+    loop.write_text(LOOP.replace("batch.y)", "batch.y) * next(count)"))
+    said = jobs.start(rehearsal, "python", loop, **home).ends_with(1)
+    assert said.startswith("error: killed and resumed, step 6 is another one: "), said
+
+
+LOOP = """
+import itertools, sys
+import torch
+from torch import nn
+from common.elastic import Elastic
+
+torch.manual_seed(0)
+net = nn.Linear(5, 3)
+samples = [(torch.randn(5), i % 3) for i in range(46)]
+count = itertools.count()
+with Elastic(net=net, optimizer=torch.optim.SGD(net.parameters(), 0.1), dataset=samples, epochs=1,
+             run_dir="again" if sys.argv[1:] else "first") as run:
+    for epoch in run.epochs():
+        for batch in epoch:
+            run.step(nn.functional.cross_entropy(run.model(batch.x), batch.y))
+        run.report(**run.evaluate(lambda batch: {"n": (len(batch.y), 1)}))
+"""
+
+
+@pytest.mark.parametrize(
+    "command", ["torchrun --nproc_per_node=2 {}", "python -u {}", "{}", "launch/local.sh {}"]
+)
+def test_a_command_is_taken_as_one_types_it(command):
+    words = command.format(HERE / "loop.py").split()
+    args = read_command("", ["--accept", "cut", *words, "--width", "3"], accept=("", ""))
+    assert args.accept == "cut"
+    assert script_of(args.command) == [str(HERE / "loop.py"), "--width", "3"]
+
+
+def test_local_sh_without_a_script_is_train_ddp():
+    wanted = [str(ROOT / "train_ddp.py"), "--epochs", "3"]
+    assert script_of(["launch/local.sh", "--nproc", "4", "--epochs", "3"]) == wanted
+    assert script_of(["launch/local.sh", "--epochs", "3", "--nproc=4"]) == wanted
+    launcher = str(ROOT / "launch/torchrun.py")
+    assert script_of([launcher, "--nproc_per_node=2", str(ROOT / "train_dp.py")]) == [
+        str(ROOT / "train_dp.py")
+    ]
+
+
+def noted(tensor):
+    return Run({1: {"w": sketch_of(tensor)}}, {"weights": {"w"}})
+
+
+@pytest.mark.parametrize("count", [100, 5000], ids=["whole", "sums"])
+def test_rounding_is_near_and_a_thousandth_of_one_weight_is_far(count):
+    weight = torch.randn(count, generator=torch.Generator().manual_seed(1))
+    rounded = weight * (1 + 2**-23)
+    noise = Noise(noted(weight), noted(rounded))
+    assert noise.far(noted(weight * (1 - 2**-23))) is None
+    other = weight.clone()
+    other[7] += 1e-3 * count**0.5
+    assert noise.far(noted(other)).step == 1
+    assert noted(weight).differs(noted(rounded)) and not noted(weight).differs(noted(weight.clone()))
+
+
+def test_nothing_is_compared_once_one_ulp_has_grown_to_a_hundredth():
+    weight = torch.ones(9)
+    noise = Noise(noted(weight), noted(weight * 1.02))
+    assert noise.loud() == 1 and noise.far(noted(weight * 9)) is None
