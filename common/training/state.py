@@ -333,7 +333,7 @@ class TrainState:
 
     @torch.no_grad()
     def load(self, facts: Facts, remembered: dict[str, Tensor]) -> None:
-        """Takes the facts of a checkpoint, and what is remembered beside the net, whose tensors are in place."""
+        """Takes facts, and what is remembered beside the net, whose tensors are in place."""
         for name, average in self.ema.items():
             average.copy_(remembered[f"{name}/ema"])
         of_weights = {name: t for name, t in remembered.items() if name[0] != "/" and name[-4:] != "/ema"}
