@@ -6,16 +6,22 @@ Loops of one's own run in forked ranks; `at` is where a rank is killed: (rank, s
 import json
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jobs import CLEAN, audit
 from ranks import fork_ranks
+from refusals import refusal
 from torch import nn
 from torch.nn import functional as F
 
 import common.elastic as house
-from common.elastic import Elastic
+from common.data import Batch
+from common.data.samples import as_input
+from common.elastic import Elastic, warn_of_one_sample
+from common.options import Options
+from common.training import find_task
 from common.world import world as pinned
 
 
@@ -404,3 +410,31 @@ def test_weights_that_are_written_between_with_and_the_loop_are_seen(tmp_path, c
 
     assert fork_ranks(1, live, writes, tmp_path / "run", may_die=[0]) == [2]
     assert "weight is changed by a forward, or before it" in capfd.readouterr().err
+
+
+# ---- small things ------------------------------------------------------------------------------------
+def test_a_task_may_take_the_progress_as_its_third_argument(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("def loss(net, batch, progress): return {'loss': (progress.step, len(batch[0]))}\n")
+    task = find_task(Options(task=f"{path}:loss"))
+    model = SimpleNamespace(progress=SimpleNamespace(step=7))
+    assert task(model, (torch.zeros(3, 1), torch.zeros(3))) == {"loss": (7, 3)}
+
+
+def test_inputs_stay_float64_where_float32_would_make_two_numbers_one():
+    stamps = torch.tensor([[1.7e9, 0.1], [1.7e9 + 1, 0.2]], dtype=torch.float64)
+    assert as_input(stamps) is stamps
+    assert as_input(torch.rand(3, 2, dtype=torch.float64)).dtype == torch.float32
+
+
+def test_a_batch_that_is_a_dict_says_where_its_data_are():
+    with refusal("a batch is a dict(.|\n)*take batch.data"):
+        Batch([([1], {"words": torch.zeros(1)})], 1).x  # noqa: B018
+
+
+@pytest.mark.parametrize("size, told", [(1, 0), (2, 1)])
+def test_a_share_of_one_sample_under_batch_norm_is_told_at_the_start(capsys, size, told):
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    opts = Options(global_batch_size=12)
+    warn_of_one_sample(net, opts, 50, SimpleNamespace(size=size))
+    assert capsys.readouterr().err.count("a forward gets one sample, on which the BatchNorm 1") == told
