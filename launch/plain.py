@@ -7,6 +7,7 @@ seen by nothing else. Order of samples, seeds and arguments are taken as they ar
 from contextlib import nullcontext
 
 import torch
+from common.training.turns import Turns
 
 import common.data.samples
 from common.data import Batch
@@ -18,7 +19,6 @@ from common.training.progress import Progress
 from common.training.replicas import Called
 from common.training.step import placed
 from common.training.tasks import Task
-from common.training.turns import Turns
 from common.world import World
 from launch.rehearsed import Watched
 

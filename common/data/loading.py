@@ -112,7 +112,7 @@ def cuts(order, opts):
         yield [list(itertools.islice(ids, n)) for n in sizes]
 
 
-def forward_sizes(n, rank, world, opts):
+def forward_sizes(n: int, rank: int, world: int, opts: Options) -> list[int]:
     """Return how many samples each forward of this rank gets of a global batch of n samples.
 
     With --sync-bn ranks wait for each other inside a forward: all make as many, if need be of

@@ -122,7 +122,8 @@ class Settings:
             for key, value in vars(part).items():
                 if key not in TORCHS and is_plain(value):
                     own[f"{i}/{key}"] = value
-        return {"groups": groups, "numbers": numbers, "own": own}
+        # sorted: a resumed optimizer has them in another order
+        return {"groups": groups, "numbers": dict(sorted(numbers.items())), "own": dict(sorted(own.items()))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         parts = parts_of(self.optimizer)

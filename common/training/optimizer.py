@@ -85,7 +85,9 @@ def check_groups(optimizer, net):
             f"the optimizer has a weight of shape {[*strangers.pop().shape]} that is not the net's\n"
             "ranks would not average its gradient, and no checkpoint would hold it: make it a part of the net"
         )
-    hooked = [name for name, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    hooked = [
+        name for name, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
+    ]
     if hooked:
         warn(
             f"a hook on {', '.join(hooked[:3])} sees the gradient of one rank's share alone\n"

@@ -66,6 +66,11 @@ class Called:
             return out
         return map_tensors(lambda x: x.float() if x.dtype in AMP.values() else x, out)
 
+    @property
+    def progress(self):
+        """How far the run is: a task may ask."""
+        return self.state.progress
+
     def __getattr__(self, name):
         return getattr(self.state.net, name)
 

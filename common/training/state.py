@@ -156,6 +156,7 @@ class TrainState:
                 self.memory.commit(exactly=True)
             self.progress.end_epoch()
             self.resting = None
+            self.first_forward.renew()
 
     def finish_gradient(self) -> None:
         """Overflow check and clipping."""

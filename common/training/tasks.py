@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -238,10 +239,13 @@ def find_task(opts: Options) -> Task:
         task.shown.append("perplexity")
         return task
     function = find_function(opts.task)
+    with blamed(f"--task {opts.task}"):
+        required = [p for p in signature(function).parameters.values() if p.default is p.empty]
 
     def own(model, batch):
+        more = [model.progress] if len(required) > 2 else []  # its third argument: .step, .epoch
         with autocast(opts, leaves(batch)[0].device):
-            return function(model, batch)
+            return function(model, batch, *more)
 
     finish = find_function(opts.task.rpartition(":")[0] + ":finish", None)
     return Task(own, [], finish, opts.task)

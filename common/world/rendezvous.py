@@ -1,6 +1,7 @@
 """The key-value store over which the ranks of one life find each other; empty at the start of a life."""
 
 import fcntl
+import functools
 import socket
 import struct
 import time
@@ -28,7 +29,7 @@ def fresh_store(rank, size):
     """
     place = here()
     if not place.agent_store:
-        return _open_store(place.address, place.port) if rank == 0 else _find_store(place.address, place.port)
+        return _store_of_this_process(place, rank)
     agent = dist.PrefixStore("life", _find_store(place.address, place.port))
     if rank == 0:
         store = _open_store(place.address, 0)
@@ -39,6 +40,24 @@ def fresh_store(rank, size):
         store = _find_store(place.address, int(agent.get(f"port/{nonce}")))
         store.add("joined", 1)
     return store
+
+
+def _store_of_this_process(place, rank):
+    """At the address that was given; a script's second loop (k folds, say) has another port, told over it."""
+    first = _first_store(place.address, place.port, rank)
+    number = first.add(f"loops/{rank}", 1)  # as many on every rank
+    if number == 1:
+        return first
+    if rank:
+        return _find_store(place.address, int(first.get(f"port/{number}")))
+    store = _open_store(place.address, 0)
+    first.set(f"port/{number}", str(store.port))
+    return store
+
+
+@functools.cache
+def _first_store(host, port, rank):
+    return _find_store(host, port) if rank else _open_store(host, port)
 
 
 def _tell_the_port(agent, store, size):

@@ -339,7 +339,7 @@ def _init_process_group(store, place, devices):
 
 
 # ---- what decides the bits besides the options ----------------------------------------------------
-def pin(opts):
+def pin(opts: Options) -> None:
     """Call before the first tensor is computed; plain `python` needs it too, for it sets no thread count."""
     if opts.threads or opts.virtual_ranks:
         torch.set_num_threads(opts.threads or 1)

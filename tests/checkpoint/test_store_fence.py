@@ -382,7 +382,9 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path)
         timer.start()
         assert waited() > 1.0 and not go.exists()
         timer.cancel()
-        with fence.rescuing(path, lambda: 7, lambda: False, lambda: "7"):  # nor does it keep another survivor from saving
+        with fence.rescuing(
+            path, lambda: 7, lambda: False, lambda: "7"
+        ):  # nor does it keep another survivor from saving
             assert fence.read_record(path)["pid"] == os.getpid()
 
 

@@ -178,7 +178,6 @@ FREE = {
     "patience",
     "best",
     "keep_every",
-    "copy_to",
     "digest_every",
 }
 

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from jobs import CLEAN, ROOT, audit, kill_at, lives, rows, steps_on_disk
+from jobs import CLEAN, ROOT, audit, kill_at, lives, rows, steps_on_disk, weights
 from test_readme import COMMON, fenced, section
 
 from common.checkpoint.__main__ import main as checkpoints
@@ -234,3 +234,35 @@ def test_pytorchs_multigpu_example_elsewhere_killed_and_resized_has_the_loss_of_
     for ours, theirs in zip(rows(run), rows(tmp_path / "whole"), strict=True):
         for name in {"loss", "val_mse"} & theirs.keys():
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (ours, theirs)
+
+
+FOLDS = """
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from common.elastic import Elastic
+
+draws = torch.Generator().manual_seed(0)
+x = torch.randn(40, 4, generator=draws)
+for fold in range(2):
+    torch.manual_seed(fold)
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    data = TensorDataset(x[fold::2], (x[fold::2, 0] > 0).long())
+    with Elastic(net=torch.compile(net), optimizer=optimizer, dataset=data, batch_size=8,
+                 run_dir=f"folds/{fold}", tensorboard=False) as run:
+        for batch in run:
+            run.step(F.cross_entropy(net(batch.x), batch.y))
+"""
+
+
+def test_two_loops_in_one_script_train_under_the_launcher_and_a_compiled_net_has_its_own_names(
+    jobs, tmp_path
+):
+    script = tmp_path / "folds.py"
+    script.write_text(FOLDS.replace("folds/", f"{tmp_path}/folds/"))
+    where = {"PYTHONPATH": f"{ROOT}"}
+    job = jobs.start(ROOT / "launch/torchrun.py", "--nproc_per_node=2", script, cold=True, **where)
+    assert job.ends_with(0).count("done at step 3") == 2
+    assert {*weights(tmp_path / "folds/1")} == {"weight", "bias"}
