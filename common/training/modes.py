@@ -23,6 +23,7 @@ class Modes:
         still = [module for module in modules if not module.training]
         # others' loaders return a net in evaluation mode
         self.still = still if len(still) < len(modules) else []
+        self.resting: list[int] | None = None  # versions of the weights while an epoch ends
         self._train()
         self.begun = [module.training for module in modules]
 
@@ -38,6 +39,16 @@ class Modes:
                 module.eval()
             else:
                 module.training = False
+
+    @property
+    def versions(self) -> list[int]:
+        """How often torch has changed each weight."""
+        return [p._version for p in self.net.parameters()]
+
+    @property
+    def weights_moved(self) -> bool:
+        """Whether the loop has changed weights since the epoch's last step."""
+        return self.resting not in (None, self.versions)
 
 
 class Before:

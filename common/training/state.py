@@ -86,7 +86,6 @@ class TrainState:
                 kind = torch.promote_types(p.dtype, torch.float32)  # in 16 bits they would stand still
                 self.ema[name] = p.detach().to(kind, copy=True)
         self.modes = Modes(net)
-        self.resting: list[int] | None = None  # versions of the weights while an epoch ends
         self.lock = threading.RLock()
         self.updated: list[torch.Event | None] = []  # of each device, after all that has changed weights
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
@@ -160,7 +159,7 @@ class TrainState:
             if self.memory:
                 self.memory.commit(exactly=True)
             self.progress.end_epoch()
-            self.resting = None
+            self.modes.resting = None
             self.first_forward.renew()
 
     def finish_gradient(self) -> None:
@@ -290,28 +289,17 @@ class TrainState:
                 self.own = outside
             if before.weights:  # counted as changes, though they were undone
                 self.first_forward.renew()
-                self.resting = self.resting and self.versions
+                self.modes.resting = self.modes.resting and self.modes.versions
 
     @torch.no_grad()
     def _set_weights(self, weights):
         for p, weight in zip(self.names, weights.values(), strict=True):
             p.data.copy_(weight)  # not counted as a change: the same weights come back
 
-    # ---- the end of an epoch ----
-    @property
-    def versions(self) -> list[int]:
-        """How often torch has changed each weight."""
-        return [p._version for p in self.names]
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether the loop has changed weights since the epoch's last step."""
-        return self.resting not in (None, self.versions)
-
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
-        if self.is_moved:
+        if self.modes.weights_moved:
             raise UserError(
                 "the loop has changed weights at the end of an epoch: a life that begins there would again\n"
                 "the checkpoint before it stands",
