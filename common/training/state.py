@@ -31,14 +31,12 @@ from common.training.optimizer import (
     groups_of,
     learning_rate,
     named_state,
-    parts_of,
     take_state,
     turns_of,
 )
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
 from common.training.tasks import OWN, Task, best_of
-from common.training.unsaved import FirstForward, warn_of_unsaved
 from common.world import World, has_peers
 
 
@@ -81,12 +79,11 @@ class TrainState:
         self.averages = extra("ema_decay")(self, opts.ema_decay) if opts.ema_decay else None
         self.own: dict[nn.Parameter, Tensor] = {}  # while an evaluation lends the net others: its own weights
         self.modes = Modes(net)
-        self.resting: list[int] | None = None  # versions of the weights while an epoch ends
         self.lock = threading.RLock()
         self.updated: list[torch.Event | None] = []  # of each device, after all that has changed weights
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
         self.heartbeat = 0  # moves with work of any kind: if that of no rank does, the run hangs
-        self.first_forward = FirstForward(lambda: self.tensors()["model"])
+        self.ends_epoch = False  # from the last step of an epoch on
         self.scheduled = bool(schedule or opts.lr_schedule != "constant" or opts.warmup_epochs)
         check_groups(optimizer, net)
         if self.scheduled:
@@ -94,7 +91,7 @@ class TrainState:
         self.memory = None  # torch's own optimizers keep tensors of weights, and nothing else
         if memory or opts.task == OWN or ".py" in opts.optimizer:
             self.memory = extra("memory")(optimizer, self.names, self.scheduled, memory or {})
-        warn_of_unsaved(net, parts_of(optimizer)[-1])
+        self.know()
 
     # ---- one step ----
     @property
@@ -146,6 +143,7 @@ class TrainState:
                 self.statistics.commit()
                 if self.memory:
                     self.memory.commit()
+                self.know()
                 self.updated = self.marks()
 
     def end_epoch(self) -> None:
@@ -155,8 +153,8 @@ class TrainState:
             if self.memory:
                 self.memory.commit(exactly=True)
             self.progress.end_epoch()
-            self.resting = None
-            self.first_forward.renew()
+            self.ends_epoch = False
+            self.know()
 
     def finish_gradient(self) -> None:
         """Overflow check and clipping."""
@@ -193,7 +191,7 @@ class TrainState:
             p.grad = None
 
     def _update(self, size):
-        self.first_forward.end()
+        self.refuse_moved_weights()
         seed(self.opts.seed, "update", self.progress.step)  # if the optimizer draws, all ranks draw alike
         with blamed(f"optimizer {self.opts.optimizer}"):
             self.scaler.step(self.optimizer)
@@ -267,24 +265,32 @@ class TrainState:
                 before.put_back(merged)
                 self.own = outside
             if before.weights:  # counted as changes, though they were undone
-                self.first_forward.renew()
-                self.resting = self.resting and self.versions
+                self.know()
 
-    # ---- the end of an epoch ----
-    @property
-    def versions(self) -> list[int]:
-        """How often torch has changed each weight."""
-        return [p._version for p in self.names]
+    # ---- between two steps: torch counts each change of a tensor in place ----
+    def know(self) -> None:
+        """From here on weights change in the next step alone, or at the end of an epoch."""
+        self.known = [p._version for p in self.names]
 
     @property
-    def is_moved(self) -> bool:
-        """Whether the loop has changed weights since the epoch's last step."""
-        return self.resting not in (None, self.versions)
+    def moved(self) -> list[str]:
+        """The weights that something has changed since."""
+        pairs = zip(self.names.items(), self.known, strict=True)
+        return [name for (p, name), known in pairs if p._version != known]
+
+    def refuse_moved_weights(self) -> None:
+        """UserError if a forward, or something before it, has changed weights: ranks may differ in that."""
+        if self.moved:
+            raise UserError(
+                f"{self.moved[0]} is changed by a forward, or before it; only a step may change weights\n"
+                "make it a buffer; or change it in a hook (optimizer.register_step_post_hook), "
+                "or after run.step in a loop of your own"
+            )
 
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
-        if self.is_moved:
+        if self.ends_epoch and self.moved:
             raise UserError(
                 "the loop has changed weights at the end of an epoch: a life that begins there would again\n"
                 "the checkpoint before it stands",
