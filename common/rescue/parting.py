@@ -18,7 +18,7 @@ class Parting:
         self.state = state
         self.world = world
         self.tell = tell
-        self.meetings = 0
+        self.met = 0  # how often all ranks have left a loop together
         self.step = 0  # that this rank computes, or has computed
         self.left = {}  # {rank: its last step}
         self.answer = ""
@@ -40,24 +40,26 @@ class Parting:
             return
         step = self.state.progress.step
         store = self.world.store
-        names = [f"left/{self.meetings}/{rank}" for rank in range(self.world.size)]
-        self.meetings += 1
+        names = [f"left/{self.met}/{rank}" for rank in range(self.world.size)]
         store.set(names[self.world.rank], str(step))
-        self.tell(f"left {self.world.rank} {step}")
+        self.tell(f"left {self.met} {self.world.rank} {step}")
         while not store.check(names):
             if self.answer:
                 raise error_of(self.answer)
             time.sleep(ASK_SECONDS)
+        self.met += 1  # a message of before may still come
         self.left.clear()
 
     def hear(self, message):
         """Whether this message of another rank is one of these."""
-        word, *rest = message.split(" ", 2)
+        word, _, rest = message.partition(" ")
         if word == "left":
-            self.left[int(rest[0])] = int(rest[1])
-            self._answer()
+            meeting, rank, step = map(int, rest.split())
+            if meeting == self.met:
+                self.left[rank] = step
+                self._answer()
         elif word == "goes":
-            self.answer = f"{rest[0]} {rest[1]}"
+            self.answer = rest
         return word in ("left", "goes")
 
     def _answer(self):

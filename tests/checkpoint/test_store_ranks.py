@@ -298,7 +298,7 @@ def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path):
     )
 
     def train(world):
-        common.elastic.join = lambda opts: world
+        common.elastic.join = lambda opts, placed: world
         real = common.elastic.TrainState.update
 
         def update(state, count):

@@ -254,7 +254,7 @@ def live(world, program, door, folder, last_call):
 
     world = replace(world, devices=(torch.device(program.device),))
 
-    def join(opts):
+    def join(opts, placed):
         pinned.pin(opts)
         devices = tuple(map(torch.device, opts.devices)) or world.devices
         return replace(world, devices=devices)

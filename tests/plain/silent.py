@@ -11,20 +11,6 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-WAITS = {  # rows, or a row by one door, that wait for what is being built
-    "Annealing script",  # a task's third argument
-    "Lora",
-    "LoraSlices",
-    "ModeFlag",
-    "FrozenNormByTrain loop",
-    "Qat",
-    "Stamps",
-    "StampsAsTensors",
-    "LoadsInside",
-    "Auc",
-    "OnItself",
-}
-
 
 class Mean:
     """The loop gives the mean."""

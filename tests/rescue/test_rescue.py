@@ -158,7 +158,6 @@ def test_weights_that_a_forward_has_changed_are_not_saved(run):
     def live(world):
         state, store = a_run(world, run)
         with pytest.raises(UserError, match="0.weight is changed by a forward"), Rescue(store):
-            state.first_forward.begin()
             with torch.no_grad():
                 state.net[0].weight.add_(1)
             step(state)
