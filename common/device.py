@@ -44,10 +44,7 @@ def devices_of(net: nn.Module) -> list[torch.device]:
 
 def mark(device: torch.device) -> torch.Event | None:
     """An event behind all that the program has given a GPU up to here; None for a CPU, which has done it."""
-    if not is_gpu(device):
-        return None
-    event = module_of(device).Event(enable_timing=True)
-    return module_of(device).current_stream(device).record_event(event)
+    return module_of(device).current_stream(device).record_event() if is_gpu(device) else None
 
 
 def wait_by_asking(event: torch.Event | None) -> None:

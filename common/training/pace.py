@@ -9,7 +9,7 @@ import time
 import torch
 from torch import Tensor
 
-from common.device import mark
+from common.device import is_gpu, module_of
 from common.world import World
 
 
@@ -21,10 +21,17 @@ class Pace:
         self.spans: list[tuple] = []  # each from one moment to another
 
     def begin(self) -> None:
-        self.began = mark(self.world.device) or time.monotonic()
+        self.began = self._moment()
 
     def end(self) -> None:
-        self.spans.append((self.began, mark(self.world.device) or time.monotonic()))
+        self.spans.append((self.began, self._moment()))
+
+    def _moment(self):
+        device = self.world.device
+        if not is_gpu(device):
+            return time.monotonic()
+        gpu = module_of(device)
+        return gpu.current_stream(device).record_event(gpu.Event(enable_timing=True))
 
     def all_sum(self, totals: Tensor) -> tuple[Tensor, dict[str, float]]:
         """(the sum over ranks, which rank is the slowest and by how much), once the GPU has come so far."""

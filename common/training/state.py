@@ -72,7 +72,6 @@ class TrainState:
             best_of(opts, self.task)  # a wrong --best is told before the first step
         self.names = {p: name for name, p in net.named_parameters()}
         self.devices = devices_of(net)
-        self.device = self.devices[0]
         kind = extra("fp16") if opts.amp == "fp16" else torch.amp.GradScaler
         self.scaler = kind(self.device.type, enabled=opts.amp == "fp16")
         self.statistics = Statistics(net)
@@ -92,6 +91,11 @@ class TrainState:
         if memory or opts.task == OWN or ".py" in opts.optimizer:
             self.memory = extra("memory")(optimizer, self.names, self.scheduled, memory or {})
         self.know()
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.devices[0]
 
     # ---- one step ----
     @property
@@ -202,6 +206,7 @@ class TrainState:
         if self.memory:
             self.memory.commit_settings()
         self.progress.count(size)
+        self.know()
         self.heartbeat += 1
 
     def spoil(self, error: UserError) -> UserError:
@@ -323,3 +328,4 @@ class TrainState:
         self.progress.load(facts)
         if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
+        self.know()

@@ -28,7 +28,7 @@ from common.checkpoint.reader import choose
 from common.errors import UserError
 from common.ledger import Ledger
 from common.ledger.__main__ import main as report
-from common.replay import _chosen
+from common.extras.replay import _chosen
 
 
 def told(opts):

@@ -29,9 +29,7 @@ BITS = "damage", "every_single_bit_of_every_file_falls_back_when_it_flips", 4
 FSYNC = "faults", "a_failed_fsync_is_never_retried_on_the_same_file"
 RETRIED = "faults", "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"
 READS = "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted"
-ROWS = "parts", "rows_of_a_tensor_are_read_out_of_parts_of_any_size"
-TAKEN = "parts", "a_folder_that_another_rank_has_taken_and_a_third_made_anew_is_never_named"
-RELAY = "parts", "a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the_one_before"
+RELAY = "ranks", "a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the_one_before"
 CLAIMS = "fence", "of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing"
 MOVED = "fence", "a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save"
 SWEPT = "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"
@@ -79,7 +77,6 @@ MUTANTS = {
         BITS,
     ),
     "the seal is ignored": ("sealed:unsealed", "text + _seal(text) != data", "False", BITS),
-    "rows may be missing": ("checkpoint.layout:Layout.check", "spec != specs.get(name)", "False", ROWS),
     "what cannot be read is taken for damaged": (
         "checkpoint.disk:patient",
         "error.errno in WRONG",
@@ -91,12 +88,6 @@ MUTANTS = {
         "Loaded(steps=[*steps.values()])",
         "Loaded()",
         ("", "when_all_are_damaged_nothing_starts_afresh_by_itself"),
-    ),
-    "two ranks complete one folder": (
-        "checkpoint.writer:Writer._gather",
-        "os.rename(gathered, mine)",
-        "mine = gathered",
-        TAKEN,
     ),
     "received bytes are not compared": (
         "checkpoint.reader:Reader.relay",

@@ -33,7 +33,7 @@ from torch import nn
 
 import common.elastic
 import train_ddp
-from common.checkpoint import read_facts, tensors
+from common.checkpoint import read_facts, reader, tensors
 from common.errors import UserError
 from common.options import Options
 from common.world import same_everywhere
@@ -329,3 +329,23 @@ def test_a_checkpoint_that_all_agreed_on_is_never_pruned(tmp_path):
 
     fork_ranks(2, train)
     assert steps_of(opts) == [6, 5, 2]
+
+
+def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the_one_before(tmp_path):
+    """A bit that TCP's sums let through: a rank that left the broadcasts let the others wait ten minutes."""
+    two_checkpoints(tmp_path / "node0")
+
+    def live(world):
+        real = reader.sha
+        count = []
+
+        def sha(data):
+            count.append(data)
+            return "0" * 64 if len(count) == 2 else real(data)
+
+        if world.rank:
+            reader.sha = sha
+        return resumes_at(of_node(tmp_path, world), 1, world=world)
+
+    assert fork_ranks(2, live, node_size=1) == [True, True]
+    assert steps_of(options(tmp_path / "node0")) == [1]

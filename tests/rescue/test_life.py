@@ -24,7 +24,7 @@ def refused(run, *lives, step=7, **of_the_state):
             ledger.event(name, step=began + 9, rank=0, why="mine")
     try:
         plain = {"position": 0, "finished": False, "evaluation_due": False}
-        progress = SimpleNamespace(samples=9, step=step, epoch=0, **plain | of_the_state)
+        progress = SimpleNamespace(samples=9, order=[9, 0], step=step, epoch=0, **plain | of_the_state)
         state = SimpleNamespace(opts=Options(run_dir=run), progress=progress)
         refuse_without_progress(newest_lives(run), state)
     except UserError as error:

@@ -51,7 +51,13 @@ def tiny_net():
 
 def tiny_state(opts, net=None, samples=None):
     net = net or tiny_net()
-    return state_of(net, opts, samples or 10 * opts.global_batch_size)
+    state = state_of(net, opts, samples or 10 * opts.global_batch_size)
+    for p in state.weights:
+        p.grad = torch.zeros_like(p)
+    state.optimizer.step()  # it remembers something, as after any step
+    for p in state.weights:
+        p.grad = None
+    return state
 
 
 @torch.no_grad()
@@ -198,9 +204,12 @@ def images_for(opts, net=None):
 def load_into(images, root, said=None):
     """What load_newest finds in the folder; it reads into the views of these images."""
     tensors = {kind: image.views for kind, image in images.items()}
-    reader = Reader(Layout(tensors), 1)
+    layout = Layout(tensors)
     with heard(said):
-        return load_newest(world_of_one(), reader, committed(root), True)
+        found = load_newest(world_of_one(), Reader(layout, 1), committed(root), True)
+    for name, tensor in layout.remembered.items():
+        images["optimizer"].views[name].copy_(tensor)
+    return found
 
 
 def load(root, images):
