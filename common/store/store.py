@@ -25,6 +25,11 @@ from common.training import TrainState
 from common.world import WATCHED, World, bit_facts, fingerprint_of, gather, same_everywhere
 
 
+def in_order(tensors):
+    """Tensors by name in one order: what is remembered comes in that of its first step, or of a file."""
+    return [tensors[name] for name in sorted(tensors)]
+
+
 class CheckpointStore:
     """Of the processes that see one run folder, one owns it and saves; the others save only in a rescue."""
 
@@ -137,7 +142,7 @@ class CheckpointStore:
         tensors = state.tensors()["model"]
         if state.memory:
             tensors |= state.memory.tensors()
-        rows = gather(self.world, [fingerprint_of(tensors.values()), step])
+        rows = gather(self.world, [fingerprint_of(in_order(tensors)), step])
         odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
         life_begins = self.saver.agreed < 0
         if not odd:
@@ -225,7 +230,7 @@ class CheckpointStore:
         state = self.state
         every = self.opts.digest_every
         if every and self.owns and state.progress.step % every == 0:
-            sums = {kind: fingerprint_of(tensors.values()) for kind, tensors in state.tensors().items()}
+            sums = {kind: fingerprint_of(in_order(own)) for kind, own in state.tensors().items()}
             self.ledger.event("digest", step=state.progress.step, **sums)
 
     # ---- the end of a life ------------------------------------------------------------------------
