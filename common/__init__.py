@@ -24,7 +24,6 @@ not know each other. extras/ stands beside them: an option or a command enters i
     world        the processes of one life: they meet, agree, compute alike, leave
     data         datasets as batches: the same numbers at any world size
 
-    rehearsed    which code of a user's own was rehearsed, with which flags
 
     options      what was asked for: flags, the names they know, functions of a user's own. No torch here
     sampler      which sample, when; all randomness is a function of a key

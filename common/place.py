@@ -102,11 +102,6 @@ def meeting_variables() -> str:
     )
 
 
-def cache_folder() -> Path:
-    """Where this person's notes lie that are of no run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "train_ddp")
-
-
 # ---- this life, as its agent sees it --------------------------------------------------------------
 def note_that_it_waits(yes: bool) -> None:
     """Tells launch/agent.py, by a file, whether this rank still waits for others."""

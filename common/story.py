@@ -5,15 +5,16 @@ From a run and the life before it to lines for a person, and an event for the re
 
 import time
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from common.checkpoint import Damaged, checkpoints, describe, read_facts
 from common.errors import UserError
-from common.ledger import deaths_of, named, newest_lives
-from common.options import Options, read_options
+from common.ledger import Life, deaths_of, named, newest_lives
+from common.options import Options, extra, read_options
 from common.place import here, this_process
-from common.rehearsed import was_rehearsed
+from common.training import OWN
 
 
 def complete(opts: Options) -> str:
@@ -35,7 +36,7 @@ def complete(opts: Options) -> str:
     return ""
 
 
-def introduce(run, last):
+def introduce(run: Any, last: Life) -> None:
     """Prints how a life begins; one line if nothing has changed since `last`, the life before."""
     opts = run.opts
     size = run.world.size
@@ -65,7 +66,7 @@ def introduce(run, last):
         run.log.note(text)
 
 
-def header(run):
+def header(run: Any) -> list[str]:
     """What is trained, by whom, on what, in which batches."""
     opts = run.opts
     world = run.world
@@ -82,14 +83,15 @@ def header(run):
         f"{-(-opts.global_batch_size // count)} or less   "
         f"{run.progress.steps_per_epoch:,} steps an epoch, {run.progress.total_steps:,} in all",
     ]
-    if not was_rehearsed(opts):
+    own = opts.task == OWN or any(".py:" in str(value) for value in opts.to_json().values())
+    if own and not extra("rehearsed")(opts):
         lines.insert(0, "this program was not rehearsed: python launch/rehearse.py ...")
     if run.state.scheduled and run.progress.total_steps < opts.epochs * run.progress.steps_per_epoch:
         lines.append(f"the rate's schedule is that of {opts.epochs} epochs, --max-steps ends before it does")
     return lines
 
 
-def resumption(run):
+def resumption(run: Any) -> str:
     """Where a life begins."""
     progress = run.progress
     if run.opts.eval_only:
@@ -103,7 +105,7 @@ def resumption(run):
     return f"{line}, from {run.source}" if run.source else line
 
 
-def life_event(run):
+def life_event(run: Any) -> dict[str, Any]:
     """What the reports and the audit need of a life."""
     pids, hosts, _ = zip(*run.rescue.watch.processes, strict=True)
     return {

@@ -27,9 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 
 from common.errors import UserError, run_command, say  # noqa: E402
+from common.extras.rehearsed import note_rehearsal  # noqa: E402
 from common.options import parse_options  # noqa: E402
+from common.options.user import imports_of  # noqa: E402
 from common.place import MEETING, die_with_the_parent  # noqa: E402
-from common.rehearsed import imports_of, note_rehearsal  # noqa: E402
 from launch.command import read_command  # noqa: E402
 
 FORK = get_context("fork").Process
@@ -122,10 +123,9 @@ def import_what_it_needs(script):
     from common.device import gpus
     from launch.worker import preload
 
-    preload("common.elastic", options)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # counting GPUs must not touch CUDA in a process that forks
-    )
+    preload(str(path), "common.elastic", options)
+    # counting GPUs must not touch CUDA in a process that forks
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if len(gpus()) < MOST_PROCESSES:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in imports_of(path):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.elastic
 from common import errors
-from common.rehearsed import rehearsal_key
+from common.extras.rehearsed import rehearsal_key
 from common.sampler import ElasticSampler
 from launch.compare import sketch_of
 from launch.worker import work

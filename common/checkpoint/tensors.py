@@ -42,7 +42,7 @@ WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one 
 
 
 # ---- the format ---------------------------------------------------------------------------------------
-def specs_of(tensors):
+def specs_of(tensors: dict[str, Tensor]) -> dict[str, list]:
     """{name: [type, shape]} of tensors; UserError for one that cannot be saved.
 
     `rows` has {name: (first row, rows of the whole)} of those of which only some rows are here.

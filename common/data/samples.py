@@ -57,7 +57,7 @@ class Samples:
 
     fetch: Callable[..., Nested]  # of (ids, epoch=0, augment=False): these samples as a batch
 
-    def __init__(self, count, opts, classes):
+    def __init__(self, count: int, opts: Options, classes: int | None) -> None:
         self.count = count
         self.name = f"dataset {opts.dataset}"
         self.seed = opts.seed
@@ -71,7 +71,7 @@ class Samples:
         """Make two samples for a forward that counts nothing: BatchNorm cannot train on one."""
         return self.fetch(2 * [self.first])
 
-    def look(self):
+    def look(self) -> Nested:
         """Take the shape of samples from the first one that can be read; return the batch of that one."""
         for id in range(len(self)):
             batch = self.fetch([id])
@@ -201,7 +201,13 @@ class Data(DataFacts):
 
 
 def data_of(
-    opts: Options, train: Any, test: Any, classes=None, vocab=None, fingerprint="", **pictures
+    opts: Options,
+    train: Any,
+    test: Any,
+    classes: int | None = None,
+    vocab: int | None = None,
+    fingerprint: str = "",
+    **pictures: Any,
 ) -> Data:
     """Make the Data of two sets: each (x, y) tensors, Samples, or a map-style Dataset.
 

@@ -75,7 +75,7 @@ def at_once(path, flags):
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def read(path, name="event"):
+def read(path: Path, name: str = "event") -> Iterator[Record]:
     """Yield the objects of a file of JSON lines, if it is there, that have this name; no torn lines."""
     with suppress(FileNotFoundError), open(path, "rb", opener=at_once) as file:
         yield from filter(None, (parse(line, name) for line in file))

@@ -37,6 +37,7 @@ EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported o
     "virtual_ranks": "common.extras.bits:gradient_of_slices",
     "bit_facts": "common.extras.bits:facts",  # with virtual_ranks
     "cross_check": "common.extras.votes:VotedGradient",
+    "rehearsed": "common.extras.rehearsed:was_rehearsed",  # of code of one's own
     "copy_to": "common.extras.bucket:Bucket",
     "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
     "turns": "common.extras.turns:Turns",

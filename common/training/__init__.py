@@ -6,4 +6,4 @@ from common.training.pace import Pace
 from common.training.replicas import Called, on_device, prepare
 from common.training.state import Thing, TrainState
 from common.training.step import Gradient, gradients_of, placed
-from common.training.tasks import JUDGE, Task, autocast, find_task
+from common.training.tasks import JUDGE, OWN, Task, autocast, find_task

@@ -51,7 +51,7 @@ def on_device(net: nn.Module, opts: Options, world: World) -> nn.Module:
 class Called:
     """The net where it was placed, in the types of --amp; it has the net's attributes."""
 
-    def __init__(self, placed, state):
+    def __init__(self, placed: nn.Module, state: Any) -> None:
         self.placed = placed
         self.state = state
 
@@ -67,7 +67,7 @@ class Called:
         return map_tensors(lambda x: x.float() if x.dtype in AMP.values() else x, out)
 
     @property
-    def progress(self):
+    def progress(self) -> Any:
         """How far the run is: a task may ask."""
         return self.state.progress
 

@@ -116,7 +116,7 @@ class TrainState:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.names if p.grad is not None]
 
-    def marks(self):
+    def marks(self) -> list[torch.Event | None]:
         return [*map(mark, self.devices)]
 
     def wait_for_gpu(self) -> None:

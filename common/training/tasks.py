@@ -8,10 +8,11 @@ function of {name: number or tensor}, makes numbers of them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from common.data import leaves
 from common.errors import UserError, blamed, did_you_mean
 from common.options import Options, find_function
-from common.world import gather
+from common.world import World, gather
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_SAMPLES = 16  # of a test set that is no larger, an evaluation shows the predictions, too
@@ -106,7 +107,14 @@ def autocast(opts: Options, device: torch.device) -> AbstractContextManager:
 class Task:
     """A function of (model, batch), and what is known of its values before the first step."""
 
-    def __init__(self, function, names, finish=None, spec="", counts_samples=False):
+    def __init__(
+        self,
+        function: Callable | None,
+        names: list[str],
+        finish: Callable | None = None,
+        spec: str = "",
+        counts_samples: bool = False,
+    ) -> None:
         self.function = function
         self.finish = finish
         self.spec = spec  # of a user's own
@@ -122,7 +130,7 @@ class Task:
             raise UserError(f"what --task {self.spec} returned is a {type(values).__name__}\n{WANTED}")
         return values
 
-    def summed(self, loss, count, samples):
+    def summed(self, loss: Tensor, count: Any, samples: int) -> tuple:
         """(sum, count) of a loss as people write it: a mean over samples, or the sum of `count` things."""
         if count is not None:
             return loss, count
@@ -130,7 +138,7 @@ class Task:
             raise UserError("the loss is a sum, of how many things?\nrun.step(loss, count), or give a mean")
         return loss * samples, samples
 
-    def minimised(self, values, tensors):
+    def minimised(self, values: dict, tensors: list[Tensor]) -> Tensor:
         """The sum to be minimised; if nothing counts, a 0 that depends on `tensors`."""
         loss, count = values[self.names[0]]
         if isinstance(loss, Tensor) and loss.requires_grad:
@@ -152,7 +160,7 @@ class Task:
         return nothing(tensors)
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
-    def zeros(self, device=None):
+    def zeros(self, device: torch.device | None = None) -> Tensor:
         return torch.zeros(sum(self._sizes()), dtype=torch.float64, device=device)
 
     def _sizes(self):
@@ -163,7 +171,7 @@ class Task:
         return dict(zip([*self.names, *self.shapes], totals.split(self._sizes()), strict=True))
 
     @torch.no_grad()
-    def counted(self, values):
+    def counted(self, values: dict) -> Tensor:
         """The totals of one forward, where its outputs are; the first one gives the names."""
         if not self.names:
             self._learn(values)
@@ -178,7 +186,7 @@ class Task:
                 named[name].add_(values[name].reshape(shape).flatten().to(totals))
         return totals
 
-    def metrics(self, totals):
+    def metrics(self, totals: Tensor) -> dict[str, float]:
         """{name: sum / count}, or what `finish` makes of these; names with a count of 0 are left out."""
         named = self._named(totals.cpu())
         metrics = {}
@@ -192,7 +200,7 @@ class Task:
             metrics = self.finish(metrics | self.whole(totals))
         return {name: float(metrics[name]) for name in metrics if name not in self.shapes}
 
-    def whole(self, totals):
+    def whole(self, totals: Tensor) -> dict[str, Tensor]:
         """{name: whole numbers, as a matrix of a judge}"""
         named = self._named(totals.cpu())
         return {name: named[name].long().view(shape) for name, shape in self.shapes.items()}
@@ -209,7 +217,7 @@ class Task:
             metrics = self.metrics(self.counted(values))
         self.shown = [*dict.fromkeys([*self.names, *metrics])]
 
-    def agree(self, world):
+    def agree(self, world: World) -> None:
         """A rank that had nothing to evaluate takes the names from one that had; call it on every rank."""
         told = gather(world, [self.names, self.shapes])
         self.names, self.shapes = next(of_a_rank for of_a_rank in told if of_a_rank[0])

@@ -246,7 +246,7 @@ def visible_devices(opts, place, placed=()):
         )
     if placed and opts.devices:
         raise UserError(
-            f"--devices cannot take effect: the net lies on {', '.join(map(str, placed))} already\nleave it out"
+            f"--devices cannot take effect: the net lies on {', '.join(map(str, placed))}\nleave it out"
         )
     if placed:
         return tuple(placed)

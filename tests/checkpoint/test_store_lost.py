@@ -26,9 +26,9 @@ from common.checkpoint.__main__ import main
 from common.checkpoint.disk import Damaged
 from common.checkpoint.reader import choose
 from common.errors import UserError
+from common.extras.replay import _chosen
 from common.ledger import Ledger
 from common.ledger.__main__ import main as report
-from common.extras.replay import _chosen
 
 
 def told(opts):

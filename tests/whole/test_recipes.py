@@ -45,11 +45,10 @@ def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jo
 def test_the_profiler_of_torch_goes_around_the_loop(jobs, tmp_path):
     (context,) = [line.split("`")[1] for line in TEXT.splitlines() if "torch.profiler" in line]
     script = (TESTS.parents[1] / "train_ddp.py").read_text()
-    head, _, loop = script.partition("        while not run.progress.finished:\n")
-    body, _, rest = loop.partition("\n\n\n")
-    indented = "\n".join(
-        f"    {line}" for line in ["        while not run.progress.finished:", *body.splitlines()]
-    )
+    start = script.index("        for epoch in run.epochs():")
+    body, _, rest = script[start:].partition("\n\n\n")
+    head = script[:start]
+    indented = "\n".join(f"    {line}" for line in body.splitlines())
     copy = tmp_path / "profiled.py"
     copy.write_text(
         f"import torch\n{head}        {context}\n{indented}\n"

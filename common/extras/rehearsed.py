@@ -1,0 +1,32 @@
+"""Which code of a user's own was rehearsed, with which flags: an empty file in this person's cache."""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from common.options import Options, code_of
+
+
+def rehearsal_key(opts: Options) -> str:
+    """Name this code and these flags."""
+    text = json.dumps([code_of(opts), opts.identity()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def note_rehearsal(key: str) -> None:
+    """From now on nothing is said of a run with this key."""
+    with suppress(OSError):
+        _folder().mkdir(parents=True, exist_ok=True)
+        (_folder() / key).touch()
+
+
+def was_rehearsed(opts: Options) -> bool:
+    """Return whether this code was rehearsed with these flags."""
+    return (_folder() / rehearsal_key(opts)).exists()
+
+
+def _folder():
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "train_ddp/rehearsed")
