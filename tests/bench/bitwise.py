@@ -11,11 +11,10 @@ from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds 
 
 import torch
 from ranks import fork_ranks
-from samples import share_of, state_of
+from samples import Steps, share_of
 from torch import nn
 
 from common.options import Options
-from common.training import backward, distribute
 from common.world.world import keep_memory, pin
 
 
@@ -57,15 +56,12 @@ def measure(world, name, slices, rounds):
         opts = Options(global_batch_size=size, optimizer="sgd", lr=1e-3, device="cpu", **flags)
         batch = share_of(x, y, opts, world.rank, world.size)
         torch.manual_seed(0)
-        net = build()
-        state = state_of(net, opts, 10**6)
-        model = distribute(net, opts, world)
+        steps = Steps(build(), opts, world, samples=10**6)
 
         def turn():
             world.all_sum(torch.zeros(1))  # together
             began = time.perf_counter()
-            backward(model, batch, state, world)
-            state.update(size)
+            steps.step(batch)
             return time.perf_counter() - began
 
         return turn

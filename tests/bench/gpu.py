@@ -19,12 +19,12 @@ from types import SimpleNamespace
 from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
 
 import torch
-from samples import Samples, share_of, state_of
+from samples import Samples, Steps, share_of
 from torch import nn
 
 from common.models import build_model
 from common.options import Options
-from common.training import backward, distribute, find_task, prepare
+from common.training import prepare
 from common.world import World
 
 BF16 = {"amp": "bf16"}
@@ -54,16 +54,10 @@ def data_of(batch, shape):
 
 def ours(world, data, opts):
     """A step of this project."""
-    task = find_task(opts)
-    net = prepare(build_model(opts, data), opts, world, data, task)
-    state = state_of(net, opts, 1 << 20, task=task)
-    model = distribute(net, opts, world)
-
-    def step(x, y):
-        backward(model, share_of(x, y, opts), state, world)
-        state.update(len(x))
-
-    return step
+    net = build_model(opts, data)
+    prepare(net, opts, world)
+    steps = Steps(net, opts, world, split=data.train, samples=1 << 20)
+    return lambda x, y: steps.step(share_of(x, y, opts))
 
 
 def bare(world, data, opts, before_update=lambda: None):

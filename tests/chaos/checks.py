@@ -81,7 +81,7 @@ def weights_equal(run, reference, bitwise):
 
     ours = weights(run)
     theirs = weights(reference)
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == theirs.keys(), f"weights differ in their names: {ours.keys() ^ theirs.keys()}"
     worst = max(float((tensor.double() - theirs[name].double()).abs().max()) for name, tensor in ours.items())
     assert worst <= (0 if bitwise else 1e-9), f"weights differ from the unbroken run's by {worst}"
     return worst

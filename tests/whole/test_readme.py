@@ -55,6 +55,7 @@ def test_the_flags_of_each_training_that_is_shown_are_taken_and_resume_what_the_
     monkeypatch.setattr("os.access", lambda *_: True)  # not everybody may write to /shared
     for path in (
         "my_own.py",
+        "my.py",
         "my_llama.py",
         "F",
         "data/train.bin",
