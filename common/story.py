@@ -32,7 +32,10 @@ def complete(opts: Options) -> str:
         ended_well = any(event["step"] == step for event in named(last, "done"))
         same = not opts.compare(read_options(opts.run_dir))
         if ended_well and same and describe(step, folder)[0]:
-            return f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole"
+            return (
+                f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole\n"
+                "--epochs N trains on, --run-dir NEW begins another"
+            )
     return ""
 
 

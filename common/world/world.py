@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.device import gpus, is_gpu, module_of
-from common.errors import UserError
+from common.errors import UserError, warn
 from common.options import Options, extra
 from common.place import here, this_process
 from common.sampler import hash_seed
@@ -260,6 +260,8 @@ def visible_devices(opts, place, placed=()):
                 f"choose among them, or make more visible (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})"
             )
         return tuple(known[name] for name in names)
+    if place.gpus and not seen and opts.device == "auto":
+        warn(f"CUDA_VISIBLE_DEVICES is {place.gpus}, but torch sees no GPU: it trains on the CPU")
     return seen or (cpu,) * (2 if opts.script == "mp" else 1)
 
 

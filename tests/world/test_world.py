@@ -346,3 +346,11 @@ def test_the_odd_rank_ends_for_good_and_those_that_agree_with_the_run_may_try_ag
     assert fork_ranks(3, odd_one, odd, [{}] * 3) == [2] * 3, "nothing is saved yet"
     others = [{"data": "other"} if rank == odd else ours for rank in range(3)]
     assert fork_ranks(3, odd_one, odd, others) == [2] * 3, "two runs"
+
+
+def test_gpus_that_a_person_names_and_that_are_not_there_are_told(monkeypatch, capsys):
+    monkeypatch.setattr(worlds, "gpus", tuple)
+    for named, told in (("0,2", True), ("", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        assert visible_devices(Options(), here()) == (torch.device("cpu"),)
+        assert ("CUDA_VISIBLE_DEVICES is 0,2" in capsys.readouterr().err) is told
