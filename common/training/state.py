@@ -65,13 +65,13 @@ class TrainState:
         self.optimizer = optimizer
         self.opts = opts
         self.task = task
-        self.turns = optimizer if hasattr(optimizer, "turns") else None
         self.progress = Progress(opts, samples, len(turns_of(optimizer)), shuffled)
         self.rate = lambda step: learning_rate(step, opts, self.progress.steps_per_epoch, schedule)
         if self.task.names:
             best_of(opts, self.task)  # a wrong --best is told before the first step
         self.names = {p: name for name, p in net.named_parameters()}
         self.devices = devices_of(net)
+        self.device = self.devices[0]
         kind = extra("fp16") if opts.amp == "fp16" else torch.amp.GradScaler
         self.scaler = kind(self.device.type, enabled=opts.amp == "fp16")
         self.statistics = Statistics(net)
@@ -93,9 +93,9 @@ class TrainState:
         self.know()
 
     @property
-    def device(self) -> torch.device:
-        """Where inputs go."""
-        return self.devices[0]
+    def turns(self) -> Any:
+        """Optimizers that take turns, if there are several."""
+        return self.optimizer if hasattr(self.optimizer, "turns") else None
 
     # ---- one step ----
     @property
