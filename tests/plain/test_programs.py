@@ -762,6 +762,18 @@ class EarlyTeacher(Teacher):
         return super().out(net, x)
 
 
+class LateTeacher(EarlyTeacher):
+    """It follows from the net's second forward on: the first one is like any other."""
+
+    right = 1  # steps
+    calls = 0
+
+    def out(self, net, x):
+        self.calls += net.training
+        follows = net.training and self.calls > 1
+        return (EarlyTeacher if follows else Teacher).out(self, net, x)
+
+
 # ---- precision --------------------------------------------------------------------------------------
 class Amp(Program):
     flags = {"amp": "bf16"}
