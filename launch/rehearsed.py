@@ -38,7 +38,9 @@ SILENT = {
     "randint": 0,
     "exponential": 1,
 }
-OFF = dict.fromkeys(["workers", "max_steps", "patience", "save_every", "save_seconds", "tensorboard"], 0)
+OFF = dict.fromkeys(
+    ["workers", "max_steps", "patience", "save_every", "save_seconds", "check_every", "tensorboard"], 0
+)
 
 
 class Watched(common.elastic.Elastic):

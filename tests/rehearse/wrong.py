@@ -375,7 +375,7 @@ class LoraScript(LoraLoop):
 
 
 class ModeFlag(Program):
-    family = "evaluation"
+    """Right: evaluations end with the net's own train()."""
 
     def net(self):
         class Net(nn.Linear):
@@ -638,7 +638,7 @@ class WeightOfTheShare(Cut):
 
 # ---- D: what the project does to a program alike in each run ---------------------------------------------
 class Plain(Program):
-    family = "plain"
+    """Right since large numbers of float64 stay as they are."""
 
 
 class Stamps(Plain):
