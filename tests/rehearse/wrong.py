@@ -364,7 +364,7 @@ class Lora(nn.Linear):
 
 
 class LoraLoop(Program):
-    family = "evaluation"
+    """Right: train() undoes what eval() has merged."""
 
     def net(self):
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Lora(8, 3))
@@ -392,7 +392,8 @@ class ModeFlag(Program):
 
 
 class FrozenBn(Program):
-    family = "plain"
+    """Right: the net's own train() is called."""
+
     count = 44
 
     def net(self):
