@@ -38,7 +38,9 @@ SILENT = {
     "randint": 0,
     "exponential": 1,
 }
-OFF = dict.fromkeys(["workers", "max_steps", "patience", "save_every", "save_seconds", "tensorboard"], 0)
+OFF = dict.fromkeys(
+    ["workers", "max_steps", "patience", "save_every", "save_seconds", "check_every", "tensorboard"], 0
+)
 
 
 class Watched(common.elastic.Elastic):
@@ -153,9 +155,15 @@ class Silence(TorchDispatchMode):
         return out.fill_(SILENT[kind]) if kind in SILENT else out
 
 
+def begin(opts):
+    """Takes the place of the script's own, which looks whether the user's run is complete."""
+    common.elastic.pin(opts)
+    return True
+
+
 def live(command, environment, folder, number, does):
     """A process from its fork to its end."""
-    from launch.plain import Plain, keep_floats
+    from launch.plain import Plain
 
     atexit._clear()
     errors.OTHER_RANKS_SECONDS = 0.0  # no agent ends them
@@ -163,9 +171,8 @@ def live(command, environment, folder, number, does):
     sys.stdout = sys.stderr = open(folder / f"said {place}", "w", buffering=1)
     Watched.does = does | {"run_dir": folder / "run"}
     Watched.notes = open(folder / f"notes {place}", "wb")
+    common.elastic.begin = begin
     common.elastic.Elastic = Plain if "plain" in does else Watched
-    if does.get("plain") == "as given":
-        keep_floats()
     if "reverse" in does:
         inner = ElasticSampler.__iter__
         ElasticSampler.__iter__ = lambda order: (ids[::-1] for ids in inner(order))

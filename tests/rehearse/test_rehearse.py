@@ -26,8 +26,8 @@ FAST = (
     wrong.KlAnneal,  # memory
     wrong.NegMean,  # cut
     wrong.PrunesByShare,  # ranks
-    wrong.ModeFlag,  # evaluation
-    wrong.Stamps,  # plain
+    wrong.ModeFlag,  # right: train() and eval() of its own
+    wrong.Stamps,  # right: float64 stays
     wrong.UnseededNet,  # random
     wrong.Mask,  # refused
     right.ClassifierScript,

@@ -364,7 +364,7 @@ class Lora(nn.Linear):
 
 
 class LoraLoop(Program):
-    family = "evaluation"
+    """Right: train() undoes what eval() has merged."""
 
     def net(self):
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Lora(8, 3))
@@ -375,7 +375,7 @@ class LoraScript(LoraLoop):
 
 
 class ModeFlag(Program):
-    family = "evaluation"
+    """Right: evaluations end with the net's own train()."""
 
     def net(self):
         class Net(nn.Linear):
@@ -392,7 +392,8 @@ class ModeFlag(Program):
 
 
 class FrozenBn(Program):
-    family = "plain"
+    """Right: the net's own train() is called."""
+
     count = 44
 
     def net(self):
@@ -638,7 +639,7 @@ class WeightOfTheShare(Cut):
 
 # ---- D: what the project does to a program alike in each run ---------------------------------------------
 class Plain(Program):
-    family = "plain"
+    """Right since large numbers of float64 stay as they are."""
 
 
 class Stamps(Plain):
