@@ -1,7 +1,7 @@
 """A rehearsal: your program runs a few times for twenty steps, and the runs are compared.
 
     python launch/rehearse.py train_ddp.py --model my.py:net --dataset my.py:data
-    python launch/rehearse.py launch/local.sh my_loop.py --width 64      # or torchrun ..., or python ...
+    python launch/rehearse.py launch/local.sh my_loop.py      # or torchrun ..., or python ...
     python launch/rehearse.py --accept cut python my_loop.py    # its weights may depend on how a batch is cut
 
 It runs on little of your data, in folders of its own: twice alike; killed and stopped; with each weight moved
