@@ -18,21 +18,22 @@ class Parting:
         self.state = state
         self.world = world
         self.tell = tell
-        self.met = 0  # how often all ranks have left a loop together
-        self.step = 0  # that this rank computes, or has computed
-        self.left = {}  # {rank: its last step}
+        # How often all ranks have met, and the step that this rank computes since then. One value: the thread
+        # that hears may read it at any moment.
+        self.place = (0, 0)
+        self.left = {}  # {rank: the place at which it has left}
         self.answer = ""
 
     def go_on(self):
         """This rank begins a step, or ends an epoch; UserError if another has left before that."""
-        self.step = self.state.progress.step + 1
+        self.place = (self.place[0], self.state.progress.step + 1)
         self._answer()
         if self.answer:
             raise error_of(self.answer)
 
     def passed(self):
-        """All ranks have ended the epoch."""
-        self.step = 0
+        """All ranks have ended the epoch, or left the loop: who is faster may leave the next one already."""
+        self.place = (self.place[0] + 1, 0)
 
     def meet(self):
         """Waits for all ranks to leave; UserError if one goes on."""
@@ -40,31 +41,31 @@ class Parting:
             return
         step = self.state.progress.step
         store = self.world.store
-        names = [f"left/{self.met}/{rank}" for rank in range(self.world.size)]
+        met = self.place[0]
+        names = [f"left/{met}/{rank}" for rank in range(self.world.size)]
         store.set(names[self.world.rank], str(step))
-        self.tell(f"left {self.met} {self.world.rank} {step}")
+        self.tell(f"left {met} {self.world.rank} {step}")
         while not store.check(names):
             if self.answer:
                 raise error_of(self.answer)
             time.sleep(ASK_SECONDS)
-        self.met += 1  # a message of before may still come
-        self.left.clear()
+        self.passed()
 
     def hear(self, message):
         """Whether this message of another rank is one of these."""
         word, _, rest = message.partition(" ")
         if word == "left":
-            meeting, rank, step = map(int, rest.split())
-            if meeting == self.met:
-                self.left[rank] = step
-                self._answer()
+            met, rank, step = map(int, rest.split())
+            self.left[rank] = (met, step)
+            self._answer()
         elif word == "goes":
             self.answer = rest
         return word in ("left", "goes")
 
     def _answer(self):
-        for rank, step in [*self.left.items()]:
-            if step < self.step:
+        met, own = self.place
+        for rank, (meeting, step) in [*self.left.items()]:
+            if meeting == met and step < own:
                 self.answer = f"rank {rank} has left the loop at step {step}, rank {self.world.rank} goes on"
                 self.tell(f"goes {self.answer}")
 

@@ -34,7 +34,7 @@ PRICES = {  # of what a plain training imports, by room, in code tokens
     "checkpoint": 7520,
     "options": 5310,
     "store": 4430,
-    "rescue": 4110,
+    "rescue": 4137,
     "elastic": 3680,
     "ledger": 3440,
     "data": 3370,
