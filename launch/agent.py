@@ -58,7 +58,7 @@ AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a mome
 # The main thread may wait in C for a silent store. After this time another thread obeys the signal. Less than
 # AGENT_SECONDS of common/rescue: else another machine's stop is a death to the ranks of this one.
 DEAF_SECONDS = 1
-LIVES_IN_VAIN = 3  # in a row: they ended soon, and before the training began
+FAILED_LIVES = 3  # in a row: they ended soon, and before the training began
 SOON_SECONDS = 10
 
 
@@ -176,7 +176,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     """Continues without a machine that dies while others meet or end, and tells the others when it leaves."""
 
     ended = False  # the workers of this machine have ended well
-    in_vain = 0  # lives in a row
+    failed_lives = 0  # lives in a row
     came = frozenset()  # addresses of the machines of this life
     facts = {}  # {name: value} that all machines must have in common
     newest = None  # the agent that runs; another one follows if the store ends
@@ -305,12 +305,12 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         restart = self._worker_group.spec.max_restarts - self._remaining_restarts
         began = self.notes("start-*") or self.notes(f"opened.{restart}")  # then the training counts its lives
         late = time.monotonic() - self.started > SOON_SECONDS
-        self.in_vain = 0 if began or late else self.in_vain + 1
+        self.failed_lives = 0 if began or late else self.failed_lives + 1
         if FINAL & self.codes:
             self._remaining_restarts = 0
-        elif self.in_vain == LIVES_IN_VAIN:
+        elif self.failed_lives == FAILED_LIVES:
             self._remaining_restarts = 0
-            tell(f"{death}: {LIVES_IN_VAIN} lives in a row ended at once; their errors are above")
+            tell(f"{death}: {FAILED_LIVES} lives in a row ended at once; their errors are above")
         elif not self._remaining_restarts:
             tell(f"{death}, and no restart is left")
         elif max(self.codes) < 0:
