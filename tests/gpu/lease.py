@@ -53,7 +53,7 @@ PARTS = (
         90,
         LOCKS,
         "tests/gpu/locks.py --device cuda:0",
-        "tests/gpu/locks.py --device cpu --patience 3 event control",
+        "tests/gpu/locks.py --device cpu --patience 3 asking control",
     ),
     Part(
         "first_run",
