@@ -25,6 +25,7 @@ import traceback
 import types
 
 import pages
+import police
 
 ROOT = os.path.abspath(f"{__file__}/../../..")
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD")
@@ -202,8 +203,10 @@ def main():
 
 
 def _start(request):
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        police.end_with(parent)  # which ends with pytest: its stdin is at an end
         out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for fd, wanted in ((nothing, 0), (out, 1), (out, 2)):
