@@ -56,14 +56,6 @@ PARTS = (
         "tests/gpu/locks.py --device cpu --patience 3 asking control",
     ),
     Part(
-        "first_run",
-        75,
-        r"^(?P<name>killed|device|resumed|end|speed|audit): (?P<value>.*)",
-        "tests/gpu/first_run.py --epochs=10",
-        "tests/gpu/first_run.py --max-steps=60",
-        "numpy safetensors",
-    ),
-    Part(
         "tests",
         260,
         TESTS,

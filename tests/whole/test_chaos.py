@@ -54,7 +54,7 @@ def test_the_table_of_a_campaign_says_which_one_it_was_what_struck_and_what_was_
             {"lives": 3, "difference": 2e-12, **CLEAN},
             {"lives": 2, "difference": 0.0, **CLEAN, "digest": "5fe1"},
         ],
-        changes=[Change(1, 0, 1, True, ""), Change(9, 0, 0, False, "")],
+        changes=[Change(1, 0, True, ""), Change(9, 0, False, "")],
         recovered=[("worker", 1.0), ("worker", 3.0), ("job", 2.0)],
         missed=[],
         orphaned=[],
