@@ -126,10 +126,13 @@ def become(argv, env, cwd, gate=None, new_session=True):
 
 
 def forget_another_common(script):
-    """common/ of this checkout is imported, too; this process may be about to find another one, or none."""
-    places = [*sys.path, *[ROOT] * os.path.abspath(script).startswith(f"{ROOT}/")]
-    found = [path for path in places if os.path.isdir(os.path.join(path, "common"))]
-    if found[:1] != [ROOT]:
+    """common/ of this checkout is imported, too; this process may be about to find another one, also beside
+    it, or none.
+    """
+    found = {path for path in sys.path if os.path.isdir(os.path.join(path, "common"))}
+    if os.path.abspath(script).startswith(f"{ROOT}/"):
+        found.add(ROOT)
+    if found != {ROOT}:
         for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
             del sys.modules[name]
 
