@@ -1,7 +1,7 @@
-"""From a start, and from SIGKILL of one of two workers, to the next step; by the size of the state.
+"""From SIGKILL of one of two workers to the next step; by the size of the state.
 
     python tests/bench/recovery.py                       # a small net, against a bare DDP script
-    python tests/bench/recovery.py --mb 800 --rounds 5   # and against saving and loading as many bytes
+    python tests/bench/recovery.py --mb 800 --rounds 5
 
 In turn: a bare DDP script under torchrun (nothing is saved or restored: the floor of every cold restart),
 this project under plain torchrun and under launch/torchrun.py.
@@ -61,14 +61,12 @@ if __name__ == "__main__":
 
 
 class Bench:
-    """Each turn is a training of its own, that is killed once; `others` has its other figures."""
+    """Each turn is a training of its own, that is killed once."""
 
     def __init__(self, folder, mb):
         self.folder = folder
-        self.mb = mb
         self.number = 0
         self.draw = random.Random(0)
-        self.others = {}
         (folder / "own.py").write_text(OWN.format(layers=max(1, round(mb / 12.6))))  # Adam: 12 bytes a weight
 
     def turn(self, name):
@@ -95,7 +93,6 @@ class Bench:
             ]
         # without the variable the bare script hangs
         env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        began = time.time()
         job = subprocess.Popen(
             [*map(str, LAUNCHERS[name]), *map(str, script)],
             cwd=ROOT,
@@ -113,11 +110,10 @@ class Bench:
             return events(run, "first_step")[-1]["t"]
 
         try:
-            self.note(name, "start s", first_steps(1) - began)
+            first_steps(1)
             if name != "bare":
                 (run / "control/save").touch()
                 until(lambda: events(run, "save"), "a save")
-                self.note(name, "durable s", events(run, "save")[-1]["save_s"])
             time.sleep(0.3)
             os.kill(self.draw.choice(events(run, "life")[-1]["pids"]), signal.SIGKILL)
             killed = time.time()
@@ -126,41 +122,16 @@ class Bench:
             job.send_signal(signal.SIGTERM)
             job.wait(300)
 
-    def note(self, name, what, seconds):
-        self.others.setdefault((name, what), []).append(seconds)
-
-    def save_and_load(self):
-        """Seconds of torch.save, fsync and torch.load of as many bytes."""
-        import torch
-
-        state = {str(i): torch.ones(1 << 20) for i in range(max(1, round(self.mb / 4.2)))}
-        began = time.perf_counter()
-        with open(self.folder / "whole.pt", "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        torch.load(self.folder / "whole.pt", weights_only=True)
-        return time.perf_counter() - began
-
 
 def main():
     args = arguments(__doc__, mb=1.0, rounds=4)
     with tempfile.TemporaryDirectory(prefix="recovery-bench-") as folder:
         bench = Bench(Path(folder), args.mb)
         ways = {name: lambda name=name: bench.turn(name) for name in LAUNCHERS}
-        costs = take_turns(ways | {"save+load": bench.save_and_load}, args.rounds)
-    for name in LAUNCHERS:
-        others = [
-            f"{what} {statistics.median(values):.2f}"
-            for (whose, what), values in bench.others.items()
-            if whose == name
-        ]
-        bare, saved = (ratio(costs[name], costs[other]) for other in ("bare", "save+load"))
-        print(
-            f"{name:9} kill to next step {statistics.median(costs[name]):.2f} s, {bare} bare, "
-            f"{saved} save+load; ",
-            *others,
-        )
+        costs = take_turns(ways, args.rounds)
+    for name, seconds in costs.items():
+        times = ratio(seconds, costs["bare"])
+        print(f"{name:9} kill to next step {statistics.median(seconds):.2f} s, {times} bare")
     print(json.dumps(costs))
 
 

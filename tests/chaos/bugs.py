@@ -37,9 +37,9 @@ def optimizer_forgotten():
 
 def orphans():
     """Workers outlive their agent."""
-    from common import place
+    from common.options import parser
 
-    place.die_with_the_parent = lambda: None
+    parser.die_with_the_parent = lambda: None
 
 
 def loaders_hold_up_their_rank():

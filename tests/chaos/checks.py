@@ -28,13 +28,11 @@ def checkpoints_are_whole(run, tries=1):
 
 
 # steps, of one change of life
-Change = collections.namedtuple("Change", "lost of_survivors of_the_dead survived facts")
+Change = collections.namedtuple("Change", "lost of_survivors survived facts")
 
 
 def changes(run, struck):
-    """What each change of life has cost: the steps that are made again, a survivor's among them, and those
-    only the dead had.
-    """
+    """What each change of life has cost: the steps that are made again, and a survivor's among them."""
     found = []
     all_lives = lives(run)
     for life, following in zip(all_lives, all_lives[1:], strict=False):
@@ -46,7 +44,6 @@ def changes(run, struck):
             Change(
                 lost,
                 of_survivors,
-                lost - of_survivors if survivors else 0,
                 bool(survivors),
                 f"{life} -> {following}: done {done}, survivors {survivors}",
             )

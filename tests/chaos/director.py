@@ -38,6 +38,8 @@ FLAVOURS = {  # name: (flags, whether any world gives the same bits)
         True,
     ),
 }
+# Fewer processes, where none that loads is struck.
+UNLOADED = {"plain": ([*FLAVOURS["plain"][0], "--workers=0"], False)}
 DEEP = [f"--model={TESTS}/paced.py:deep", PACED[1], "--devices=cpu,cpu", "--lr=0.01"]
 STAGES = {  # the same of train_mp.py
     "stages": ([*DEEP, "--micro-batch-size=8", "--check-every=7"], False),
@@ -86,6 +88,7 @@ class Campaign(Strikes):
         self.pace = "0.008"
         if "bunch" in only:  # each takes seconds
             self.kinds = ["launcher"] * count
+            self.flavours = UNLOADED
             self.pace = "0.2"
         self.references = {}
         self.tally = collections.Counter()

@@ -4,14 +4,14 @@ import itertools
 import json
 import shutil
 import signal
-import sys
 
 import pytest
-from jobs import PACED, ROOT, ran, until
+from jobs import PACED, ROOT, until
 from s3 import server
 from stores import a_life, is_at, options, resumes_at, save
 
 from common.extras.bucket import Bucket
+from tests.chaos.checks import digest
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -38,10 +38,6 @@ def spot(s3, jobs, tmp_path):
     return start
 
 
-def digest(run):
-    return ran(sys.executable, "-m", "common.checkpoint", run, "--digest").stdout.split()[-1]
-
-
 def test_a_spot_run_goes_on_on_another_machine_with_an_empty_disk_and_ends_with_the_same_bits(
     s3, spot, tmp_path
 ):
@@ -65,7 +61,7 @@ def test_a_spot_run_goes_on_on_another_machine_with_an_empty_disk_and_ends_with_
     steps = [json.loads(line)["step"] for line in open(tmp_path / "third/metrics.jsonl") if '"epoch"' in line]
     assert steps == [*range(1, 23)], "the curve goes over all machines"
     assert s3.get(f"{tmp_path.name}/ledger.jsonl") == (tmp_path / "third/ledger.jsonl").read_bytes()
-    report = ran(sys.executable, "-m", "common.ledger", tmp_path / "third").stdout
+    report = first.jobs.start("-m", "common.ledger", tmp_path / "third", cwd=ROOT).ends_with(0)
     assert "done at step 22" in report and "lives 3" in report
 
 
@@ -87,28 +83,26 @@ def test_a_sender_that_is_killed_in_an_upload_costs_that_upload_alone(s3, spot, 
     assert places == {*names}, "no half one is left"
 
 
-@pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.safetensors", "state.json", "options.json", "manifest.json"]
-)
-def test_a_wrong_byte_in_the_bucket_is_found_before_anything_is_loaded(s3, spot, tmp_path, file):
+def test_a_wrong_byte_in_the_bucket_is_found_before_anything_is_loaded(s3, spot, tmp_path):
+    run = tmp_path.name
     for steps in (4, 8):
         spot("first", f"--max-steps={steps}").ends_with(0)
+    newest, *others = reversed(s3.names(run))
 
-    def flip(name):
-        key = f"{tmp_path.name}/checkpoints/{name}/{file}"
-        data = bytearray(s3.get(key))
-        data[len(data) // 2] ^= 4
-        s3.put(key, bytes(data))
+    def finds_wrong(machine, *places):
+        """A start from a bucket of its own, with a wrong byte in each of these."""
+        for key in s3.keys(run):
+            data = bytearray(s3.get(key))
+            data[len(data) // 2] ^= 4 * key.endswith(places)
+            s3.put(key.replace(run, f"{run}-{machine}", 1), bytes(data))
+        return spot(machine, "--max-steps=9", url=s3.url(f"{run}-{machine}"))
 
-    newest, *others = reversed(s3.names(tmp_path.name))
-    flip(newest)
-    said = spot("second", "--max-steps=9").ends_with(0)
-    assert f"{newest}  damaged: {file}" in said and "resuming at step 4," in said
-    [flip(name) for name in s3.names(tmp_path.name) if name != newest]
-    said = spot("third").ends_with(3)
-    assert "checkpoints found, none verifies" in said and not [
-        *(tmp_path / "third/checkpoints").glob("step-*")
-    ]
+    files = "model.safetensors", "optimizer.safetensors", "state.json", "options.json", "manifest.json"
+    for file in files:
+        said = finds_wrong(file, f"{newest}/{file}").ends_with(0)
+        assert f"{newest}  damaged: {file}" in said and "resuming at step 4," in said
+    said = finds_wrong("last", *(f"{name}/model.safetensors" for name in (newest, *others))).ends_with(3)
+    assert "checkpoints found, none verifies" in said and not [*tmp_path.glob("last/checkpoints/step-*")]
 
 
 def test_a_bucket_that_is_away_stops_no_training_is_told_once_and_gets_what_it_missed(s3, spot, tmp_path):

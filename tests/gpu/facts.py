@@ -28,13 +28,6 @@ def imports(name):
     return True
 
 
-def two_types(device):
-    """One copy into two types: torch before pytorch#173531 wrote the wrong bits, not [21.0, 21]."""
-    targets = [torch.zeros(1, device=device), torch.zeros(1, dtype=torch.long, device=device)]
-    torch._foreach_copy_(targets, [torch.full((1,), 21.0, dtype=torch.float64, device=device)] * 2)
-    return [target.item() for target in targets]
-
-
 def main():
     print("python:", platform.python_version(), flush=True)
     print("torch:", torch.__version__, flush=True)
@@ -48,7 +41,6 @@ def main():
     print("cores:", len(os.sched_getaffinity(0)), flush=True)
     print("memory:", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30, "GiB")
     print("missing:", " ".join(name for name in MODULES if not imports(name)) or "nothing", flush=True)
-    print("foreach:", two_types(device), flush=True)
     print(asked("nvidia-smi"), *glob("/dev/nvidia*"), sep="\n")
 
 

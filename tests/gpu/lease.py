@@ -53,15 +53,7 @@ PARTS = (
         90,
         LOCKS,
         "tests/gpu/locks.py --device cuda:0",
-        "tests/gpu/locks.py --device cpu --patience 3 event control",
-    ),
-    Part(
-        "first_run",
-        75,
-        r"^(?P<name>killed|device|resumed|end|speed|audit): (?P<value>.*)",
-        "tests/gpu/first_run.py --epochs=10",
-        "tests/gpu/first_run.py --max-steps=60",
-        "numpy safetensors",
+        "tests/gpu/locks.py --device cpu --patience 3 asking control",
     ),
     Part(
         "tests",

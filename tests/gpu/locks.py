@@ -49,12 +49,6 @@ def ask(event):
         time.sleep(2e-4)
 
 
-def free(device):
-    block = torch.empty(1 << 27, dtype=torch.uint8, device=device)
-    del block
-    torch.cuda.empty_cache()
-
-
 def repeat(function, count):
     for _ in range(count):
         function()
@@ -62,41 +56,21 @@ def repeat(function, count):
 
 CASES = {  # where the main thread stands; `at` has what it may touch
     "control": lambda at: ctypes.PyDLL(None).sleep(1000),
-    "event": lambda at: at.after.synchronize(),
-    "asking": lambda at: ask(at.after),
-    "device": lambda at: torch.cuda.synchronize(),
-    "cpu": lambda at: at.weight.cpu(),
-    "item": lambda at: at.weight[0].item(),
-    "pinned": lambda at: at.page.copy_(at.weight),
-    "launch500": lambda at: repeat(at.add, 500),
-    "launch2000": lambda at: repeat(at.add, 2000),
-    "launch20000": lambda at: repeat(at.add, 20000),
-    "queues4x": lambda at: repeat(at.add, 2000),
-    "record": lambda at: repeat(at.mark, 20000),
-    "lazy": lambda at: at.weight.cumsum(0),
-    "eager": lambda at: at.weight.cumsum(0),
-    "malloc": lambda at: torch.empty(1 << 31, dtype=torch.uint8, device=at.weight.device),
-    "free": lambda at: free(at.weight.device),
-    "pin": lambda at: torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True),
-    "compiled": lambda at: repeat(at.compiled, 20000),
+    "asking": lambda at: ask(at.after),  # as this project does
+    "waiting": lambda at: at.after.synchronize(),
+    "launches": lambda at: repeat(at.add, 2000),
+    "copy": lambda at: at.weight.cpu(),
+    "first_launch": lambda at: at.weight.cumsum(0),
 }
-ENV = {"queues4x": {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}, "eager": {"CUDA_MODULE_LOADING": "EAGER"}}
 
 
 def child(case, device, patience):
-    faulthandler.dump_traceback_later(60, exit=True)  # a compiler may run
+    faulthandler.dump_traceback_later(60, exit=True)  # of the start, the longest part
     at = fakes() if device == "cpu" else streams(device)
     at.weight = torch.ones(SIZE, device=device)
-    at.page = torch.empty(SIZE, pin_memory=device != "cpu")
     at.add = lambda: at.weight.add_(1)
-    if case == "compiled":
-        step = torch.compile(lambda x: x.mul(1.5).add(2).relu())
-        at.compiled = lambda: step(at.weight)
-        repeat(at.compiled, 3)
-    for _ in range(3):  # all kernels that are used below are loaded
+    for _ in range(3):  # the kernels of all cases but the last are loaded
         at.add()
-        at.weight[0].item()
-        at.page.copy_(at.weight)
         with at.side:
             at.weight.cpu()
     if device != "cpu":
@@ -145,17 +119,9 @@ def main():
     args = parser.parse_args()
     if args.child:
         return child(args.cases[0], args.device, args.patience)
-    flags = ["--child", "--device", args.device, "--patience", str(args.patience)]
-    started = {
-        case: subprocess.Popen(
-            [sys.executable, __file__, *flags, case],
-            env=os.environ | ENV.get(case, {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for case in args.cases
-    }
+    command = [sys.executable, __file__, "--child", "--device", args.device, "--patience", str(args.patience)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = {case: subprocess.Popen([*command, case], **pipes) for case in args.cases}
     for case, process in started.items():
         said, _ = process.communicate()
         print(f"{case:12} {judge(said, process.returncode)}", flush=True)

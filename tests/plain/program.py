@@ -28,6 +28,7 @@ SLICES = {"virtual_ranks": 4}
 SAMPLES = 46
 BATCH = 11  # the last batch has 2 samples: one of three ranks has none
 TESTED = 23
+DEVICES = {"devices": "cpu,cpu", "workers": 0}  # processes that load are tried by `script`
 now = None  # the program that this process runs
 
 
@@ -228,11 +229,11 @@ def script(program, given, name="train_ddp.py"):
 
 
 def stages(program, given):
-    script(program, given | {"devices": "cpu,cpu"}, "train_mp.py")
+    script(program, given | DEVICES, "train_mp.py")
 
 
 def replicas(program, given):
-    script(program, given | {"devices": "cpu,cpu"}, "train_dp.py")
+    script(program, given | DEVICES, "train_dp.py")
 
 
 def loop(program, given):

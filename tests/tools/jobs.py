@@ -18,7 +18,7 @@ import uuid
 from importlib.metadata import version
 from pathlib import Path
 
-from police import listeners
+from police import end_with, listeners
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests/tools"
@@ -113,6 +113,7 @@ class Jobs:
                     stderr=file,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
+                    preexec_fn=functools.partial(end_with, os.getpid()),
                 )
             return Job(self, child.pid, out, child)
         self._warm_up()
@@ -360,14 +361,11 @@ def steps_on_disk(run):
 
 
 def weights(run):
-    """Every tensor of the newest whole checkpoint, by name; of a sharded one, its rows are put together."""
-    import torch
+    """Every tensor of the newest whole checkpoint, by name."""
     from safetensors.torch import load_file
 
-    newest = sorted((Path(run) / "checkpoints").glob("step-*"))[-1]
-    found = {}
-    for kind, prefix in (("model", ""), ("optimizer", "optimizer ")):
-        for path in sorted(newest.rglob(f"{kind}.safetensors")):
-            for name, tensor in load_file(path).items():
-                found.setdefault(prefix + name, []).append(tensor)
-    return {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in found.items()}
+    newest = max((Path(run) / "checkpoints").glob("step-*"))
+    optimizer = load_file(newest / "optimizer.safetensors")
+    return load_file(newest / "model.safetensors") | {
+        f"optimizer {name}": optimizer[name] for name in optimizer
+    }

@@ -76,13 +76,6 @@ def cnn(data):
     return net
 
 
-def frozen(data):
-    """The same with convolutions that do not learn."""
-    net = cnn(data)
-    net[:10].requires_grad_(False)
-    return net
-
-
 class Gpt(nn.Module):
     """Two blocks whose parts the net calls itself, tied weights, dropout, one parameter that is never used
     and one that is used at times. No attention: `tied` below has that.

@@ -3,9 +3,11 @@ project's own.
 """
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -50,6 +52,14 @@ def left_since(before):
             if pid:
                 os.kill(pid, signal.SIGKILL)
     return sorted(what for what, _ in stayed)
+
+
+def end_with(parent):
+    """This process ends when its parent does, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _processes():

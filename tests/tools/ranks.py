@@ -9,7 +9,6 @@ importing torch.
     assert fork_ranks(3, sum_of_ones) == [3, 3, 3]
 """
 
-import ctypes
 import gc
 import os
 import pickle
@@ -24,6 +23,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from police import end_with
 
 from common import errors
 from common.world import World
@@ -106,10 +106,7 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
     gc.freeze()  # a search through all of torch's objects would copy each of their pages, 0.3 s
     try:
         os.setpgid(0, 0)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with(parent)
         host, port = listener.getsockname()
         patience = timedelta(seconds=hang_timeout)
         node, local_rank = divmod(rank, node_size)

@@ -33,8 +33,8 @@ class S3:
     def url(self, run):
         return f"s3://{BUCKET}/{run}"
 
-    def ask(self, method, path, data=None):
-        headers = {"Authorization": SIGNED}
+    def ask(self, method, path, data=None, **headers):
+        headers["Authorization"] = SIGNED
         request = urllib.request.Request(f"{self.address}/{BUCKET}{path}", data, headers, method=method)
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.read()
@@ -43,7 +43,8 @@ class S3:
         return self.ask("GET", f"/{key}")
 
     def put(self, key, data):
-        self.ask("PUT", f"/{key}", data)
+        # As it is: without a type urllib calls it a form, and a server reads it as one.
+        self.ask("PUT", f"/{key}", data, **{"Content-Type": "application/octet-stream"})
 
     def keys(self, run):
         return re.findall("<Key>(.*?)</Key>", self.ask("GET", f"?list-type=2&prefix={run}/").decode())

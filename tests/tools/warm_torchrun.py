@@ -24,26 +24,34 @@ import threading
 import traceback
 import types
 
+import pages
+import police
+
+ROOT = os.path.abspath(f"{__file__}/../../..")
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD")
 
 
 class Forked(subprocess.Popen):
-    """subprocess.Popen for `python -u SCRIPT ...`, by a fork without the exec."""
+    """subprocess.Popen, by a fork without the exec for `python -u SCRIPT ...` and `python -m MODULE ...`."""
 
     gate = None  # a pipe: at its end the ranks begin
 
     def _execute_child(self, args, *rest):
-        # Popen's own order; the last two: where stdout and stderr of the child are written
-        cwd = rest[4]
-        env = rest[5]
-        outputs = (rest[12], rest[14])
+        argv = [word for word in args[1:] if word != "-u"]
+        if args[0] != sys.executable or argv[0].startswith("-") and argv[0] != "-m":
+            return super()._execute_child(args, *rest)
+        cwd, env = rest[4:6]  # Popen's own order
+        pipes = rest[9:15]
         self.pid = os.fork()
         if self.pid == 0:
-            for fd, wanted in zip(outputs, (1, 2), strict=True):
+            for fd, wanted in zip((pipes[0], pipes[3], pipes[5]), range(3), strict=True):
                 if fd >= 0:
                     os.dup2(fd, wanted)
-            become([a for a in args[1:] if a != "-u"], env, cwd, self.gate)
+            if not self.gate:
+                os.closerange(3, 256)
+            become(argv, dict(os.environ) if env is None else env, cwd, self.gate, new_session=rest[20])
         self._child_created = True
+        self._close_pipe_fds(*pipes)
 
 
 def start_together(ranks, start):
@@ -56,13 +64,14 @@ def start_together(ranks, start):
         os.close(fd)
 
 
-def become(argv, env, cwd, gate=None):
+def become(argv, env, cwd, gate=None, new_session=True):
     """This forked process is `python argv...` from here on, and ends as that would; never returns."""
     code = 1
     gc.freeze()  # a search through all of torch's objects would copy each of their pages, 0.3 s
     gc.enable()
     try:
-        os.setsid()
+        if new_session:
+            os.setsid()
         signal.set_wakeup_fd(-1)
         for name in HANDLED:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -77,6 +86,7 @@ def become(argv, env, cwd, gate=None):
         tempfile.tempdir = env.get("TMPDIR")  # looked for by a trial, it would leave that file when killed
         os.chdir(cwd or ".")
         sys.argv = argv
+        subprocess.Popen = Forked
         if argv[0] == "torchrun":
             import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
             from torch.distributed.elastic.multiprocessing.api import PContext
@@ -89,12 +99,14 @@ def become(argv, env, cwd, gate=None):
             sys.path[:1] = [cwd or "."]
             sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
             sys.argv = argv[1:]
+            forget_another_common(".")
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
             multiprocessing.util.spawnv_passfds = fork_python
             own = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
             beside = [] if "PYTHONSAFEPATH" in env else [os.path.dirname(os.path.abspath(argv[0]))]
             sys.path[:1] = [*beside, *own]
+            forget_another_common(argv[0])
             runpy.run_path(argv[0], run_name="__main__")
         code = 0
     except SystemExit as error:
@@ -111,6 +123,18 @@ def become(argv, env, cwd, gate=None):
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def forget_another_common(script):
+    """common/ of this checkout is imported, too; this process may be about to find another one, also beside
+    it, or none.
+    """
+    found = {path for path in sys.path if os.path.isdir(os.path.join(path, "common"))}
+    if os.path.abspath(script).startswith(f"{ROOT}/"):
+        found.add(ROOT)
+    if found != {ROOT}:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
+            del sys.modules[name]
 
 
 def fork_python(_, args, fds):
@@ -145,6 +169,11 @@ def main():
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     dynamic_rendezvous.get_method_name = lambda: ""  # as launch/agent.py; with all modules here, a whole core
+    sys.path.append(ROOT)
+    import common.elastic  # noqa: F401
+
+    sys.path.remove(ROOT)
+    pages.gather()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -177,8 +206,10 @@ def main():
 
 
 def _start(request):
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        police.end_with(parent)  # which ends with pytest: its stdin is at an end
         out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for fd, wanted in ((nothing, 0), (out, 1), (out, 2)):

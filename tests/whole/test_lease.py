@@ -12,7 +12,7 @@ CHILD = '__import__("subprocess").Popen(["sleep","98"],start_new_session=True)'
 
 
 SIZE = r"size:(?P<size>\d)"
-ALL = "locks first_run tests bench pictures saves compile loops".split()
+ALL = "locks tests bench pictures saves compile loops".split()
 
 
 def test_a_part_that_fails_is_late_or_shows_no_figure_stops_no_other(tmp_path):

@@ -6,8 +6,10 @@ import time
 
 import pytest
 import torch
-from jobs import children
+from jobs import children, state, until
 from ranks import fork_ranks
+from stores import child
+from warm_torchrun import _start as start
 
 
 def test_the_first_rank_to_fail_is_reported_first_with_its_traceback_and_nothing_stays():
@@ -32,3 +34,17 @@ def test_a_rank_that_hangs_is_killed_at_the_deadline():
 
     with pytest.raises(AssertionError, match="rank 1: no answer in time, killed"):
         fork_ranks(2, hang, deadline=3)
+
+
+def test_what_a_test_has_started_ends_with_a_pytest_that_is_killed(tmp_path):
+    (tmp_path / "endless.py").write_text("import signal\nsignal.pause()\n")
+    request = {"id": 0, "argv": ["endless.py"], "env": dict(os.environ), "cwd": tmp_path, "out": "said"}
+
+    def start_and_wait():
+        (tmp_path / "pid").write_text(f"{start(request)['pid']} ")
+        signal.pause()
+
+    with child(start_and_wait):
+        pid = until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the start")
+        assert state(int(pid)) not in "ZX"
+    until(lambda: state(int(pid)) in "ZX", "its end")

@@ -10,8 +10,6 @@ import pytest
 from jobs import ran
 from test_house import HEIGHT, door
 
-# What torch promises to nobody and common/ uses: a release may take it away. {owner: names}
-
 
 def functions(thing):
     """Those that a door hands out with this: itself, or the methods of a class that have no underscore."""
