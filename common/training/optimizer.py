@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from common.errors import UserError, blamed, warn
+from common.errors import UserError, blamed
 from common.options import Options, call_user
 
 
@@ -84,14 +84,6 @@ def check_groups(optimizer, net):
         raise UserError(
             f"the optimizer has a weight of shape {[*strangers.pop().shape]} that is not the net's\n"
             "ranks would not average its gradient, and no checkpoint would hold it: make it a part of the net"
-        )
-    hooked = [
-        name for name, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
-    ]
-    if hooked:
-        warn(
-            f"a hook on {', '.join(hooked[:3])} sees the gradient of one rank's share alone\n"
-            "for the whole gradient there is optimizer.register_step_pre_hook"
         )
     for name, p in net.named_parameters():
         if p.requires_grad and p not in held:

@@ -6,9 +6,8 @@ them to `committed`, which a checkpoint holds.
 """
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
-from common.errors import UserError, warn
+from common.errors import UserError
 
 
 class Statistics:
@@ -23,13 +22,9 @@ class Statistics:
         named = dict(net.named_buffers(remove_duplicate=False))
         self.committed = {path: b.detach().clone() for path, b in named.items()}
         self.places = []  # instead of tensors, because a module may replace a tensor
-        self.sums = set()  # names of buffers that may be no running means
         for path in named:
             owner, _, name = path.rpartition(".")
-            module = net.get_submodule(owner)
-            self.places.append((module._buffers, name))
-            if not (isinstance(module, _NormBase) or type(module).__module__.startswith("torch.")):
-                self.sums.add(path)
+            self.places.append((net.get_submodule(owner)._buffers, name))
         numbers = _numbers(named.values())
         sizes = [b.numel() for b in numbers]
         self.numel = sum(sizes)
@@ -66,16 +61,6 @@ class Statistics:
     def apply(self, moved):
         """Sets the live buffers to the committed ones plus their summed changes."""
         moved = moved.to(self.flat)
-        self.flat.copy_(moved)
-        views = zip(self.committed, self.views, strict=True)
-        changed = [path for path, view in views if path in self.sums and view.any()]
-        self.sums = set()
-        if changed:
-            warn(
-                f"a forward changes {', '.join(changed[:3])}: a buffer gets the mean of the ranks' "
-                "changes, a counter one rank's\n"
-                "right for a running mean, not for a sum or a table: count these in a --task"
-            )
         base = self._flat(self.committed.values())
         base.masked_fill_(~base.isfinite() & (moved != 0), 0.0).add_(moved)
         self.flat.copy_(base)
