@@ -21,10 +21,8 @@ class Statistics:
     def __init__(self, net):
         named = dict(net.named_buffers(remove_duplicate=False))
         self.committed = {path: b.detach().clone() for path, b in named.items()}
-        self.places = []  # instead of tensors, because a module may replace a tensor
-        for path in named:
-            owner, _, name = path.rpartition(".")
-            self.places.append((net.get_submodule(owner)._buffers, name))
+        # where it is, because a module may replace a tensor
+        self.owners = {path: net.get_submodule(path.rpartition(".")[0])._buffers for path in named}
         numbers = _numbers(named.values())
         sizes = [b.numel() for b in numbers]
         self.numel = sum(sizes)
@@ -54,7 +52,7 @@ class Statistics:
         new = self._flat(self._live())
         # equal values did not change; a change from infinity or nan, whose differences are nan, counts from 0
         same = (new == base) | (new.isnan() & base.isnan())
-        moved = (new - base.masked_fill(~base.isfinite(), 0.0)).masked_fill_(same, 0.0).to(kind)
+        moved = (new - finite(base)).masked_fill_(same, 0.0).to(kind)
         return moved.mul_(torch.where(self.means, weight, float(counts)).to(kind))
 
     @torch.no_grad()
@@ -62,14 +60,13 @@ class Statistics:
         """Sets the live buffers to the committed ones plus their summed changes."""
         moved = moved.to(self.flat)
         base = self._flat(self.committed.values())
-        base.masked_fill_(~base.isfinite() & (moved != 0), 0.0).add_(moved)
-        self.flat.copy_(base)
+        self.flat.copy_(torch.where(moved != 0, finite(base) + moved, base))
         _copy(_numbers(self._live()), self.views)
 
     def _live(self):
         live = []
-        for (owner, name), (path, committed) in zip(self.places, self.committed.items(), strict=True):
-            now = owner[name]
+        for path, committed in self.committed.items():
+            now = self.owners[path][path.rpartition(".")[2]]
             live.append(now)
             holds = torch.promote_types(now.dtype, committed.dtype) == committed.dtype
             if now.shape != committed.shape or not holds:
@@ -84,6 +81,11 @@ class Statistics:
         """All numbers of these buffers, as a new flat tensor."""
         _copy(self.views, _numbers(buffers))
         return self.flat.clone()
+
+
+def finite(numbers):
+    """The same, with 0 for infinity and nan."""
+    return numbers.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _copy(targets, sources):
