@@ -29,7 +29,7 @@ import itertools
 import math
 import threading
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from common.device import is_gpu, mark, module_of, wait_by_asking
 from common.errors import UserError
 from common.options import Options, extra
 from common.sampler import hash_seed, share
-from common.training import Gradient, TrainState, placed
+from common.training import Gradient, TrainState
 from common.world import World, fingerprint_of
 
 ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
@@ -63,14 +63,11 @@ class SliceGradient(Gradient):
         super().__init__(None, batch, state, world, split, numbers=slices.own)
         self.slices = slices
 
-    def pieces(self) -> Iterator[Any]:
-        while self.parts:
-            samples = self._next()
-            self.state.statistics.reset()
-            self._seed()
-            # in memory of its own: the order of vector code may depend on the alignment
-            yield placed(samples, self.state.device, self.state.opts, own=True)
-            self.is_first = False
+    copies = True  # the order of vector code may depend on the alignment
+
+    def _begin_piece(self):
+        self.state.statistics.reset()
+        self._seed()
 
     def _backward(self, loss: Tensor, totals: Tensor) -> None:
         if self.is_first:

@@ -138,8 +138,8 @@ class Task:
             raise UserError("the loss is a sum, of how many things?\nrun.step(loss, count), or give a mean")
         return loss * samples, samples
 
-    def minimised(self, values: dict, tensors: list[Tensor]) -> Tensor:
-        """The sum to be minimised; if nothing counts, a 0 that depends on `tensors`."""
+    def minimised(self, values: dict) -> Tensor | None:
+        """Return the sum to be minimised; None if nothing counts."""
         loss, count = values[self.names[0]]
         if isinstance(loss, Tensor) and loss.requires_grad:
             if reduced(loss, "Mean"):
@@ -157,7 +157,7 @@ class Task:
                 f"the loss has no gradient, but counts {float(count):g}\n"
                 "return the sum as torch computed it: without .item(), .detach() or no_grad"
             )
-        return nothing(tensors)
+        return None
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
     def zeros(self, device: torch.device | None = None) -> Tensor:
@@ -227,11 +227,6 @@ def reduced(loss, how):
     """Whether the last thing that torch has done to a loss was a "Sum" or a "Mean"."""
     reduction = getattr(loss.grad_fn, "_saved_reduction", None)
     return reduction == REDUCTIONS[how] or type(loss.grad_fn).__name__.startswith(f"{how}Backward")
-
-
-def nothing(tensors):
-    """0, as a function of all these tensors, which may lie on several devices."""
-    return sum(tensor.flatten()[:0].abs().sum().to(tensors[0].device) for tensor in tensors)
 
 
 def find_task(opts: Options) -> Task:
