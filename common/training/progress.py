@@ -19,7 +19,7 @@ class Progress:
 
     def __init__(self, opts: Options, samples: int, turns: int = 1, shuffled: bool = True):
         self.opts = opts
-        self.order = [samples, opts.seed if shuffled else None]  # what decides the samples' order
+        self.order: list[Any] = [samples, opts.seed if shuffled else None]  # what decides the samples' order
         self.turns = turns  # steps with each batch
         self.turn = 0
         self.samples = samples  # in an epoch
