@@ -133,14 +133,14 @@ class TrainState:
     def end_epoch(self) -> None:
         """Take what the loop has done at the end of an epoch, and count it: both or none."""
         with self.changing():
-            self._commit(exactly=True)
+            self._commit()
             self.progress.end_epoch()
             self.ends_epoch = False
 
-    def _commit(self, exactly=False):
+    def _commit(self):
         self.statistics.commit()
         if self.memory:
-            self.memory.commit(exactly=exactly)
+            self.memory.commit()
         self.know()
 
     def set_rate(self) -> None:
