@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import silent  # noqa: F401  (more rows)
 import torch
 import torch.nn.functional as F
 from jobs import weights
