@@ -251,7 +251,7 @@ class TrainState:
 
     # ---- between two steps: torch counts each change of a tensor in place ----
     def know(self) -> None:
-        """From here on weights change in the next step alone, or at the end of an epoch."""
+        """Note what the weights are: they change in the next step alone, or at the end of an epoch."""
         self.known = [p._version for p in self.names]
 
     @property

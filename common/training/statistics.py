@@ -33,21 +33,21 @@ class Statistics:
         self.means = self._flat([torch.full_like(b, b.is_floating_point()) for b in numbers]).bool()
 
     def commit(self):
-        """The live buffers become those of the last whole step."""
+        """Take the live buffers as those of the last whole step."""
         _copy(self.committed.values(), self._live())
 
     def reset(self):
-        """The live buffers become again those of the last whole step."""
+        """Restore the live buffers to those of the last whole step."""
         _copy(self._live(), self.committed.values())
 
     def average(self, world, weight):
-        """All replicas' buffers change by the mean of their changes, weighted by samples."""
+        """Change all replicas' buffers by the mean of their changes, weighted by samples."""
         if self.numel and world.size > 1:
             self.apply(world.all_sum(self.moves(weight, world.rank == world.size - 1)))
 
     @torch.no_grad()
     def moves(self, weight, counts, kind=torch.float64):
-        """How a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
+        """Return how a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
         base = self._flat(self.committed.values())
         new = self._flat(self._live())
         # equal values did not change; a change from infinity or nan, whose differences are nan, counts from 0
@@ -57,7 +57,7 @@ class Statistics:
 
     @torch.no_grad()
     def apply(self, moved):
-        """Sets the live buffers to the committed ones plus their summed changes."""
+        """Set the live buffers to the committed ones plus their summed changes."""
         moved = moved.to(self.flat)
         base = self._flat(self.committed.values())
         self.flat.copy_(torch.where(moved != 0, finite(base) + moved, base))
@@ -78,18 +78,18 @@ class Statistics:
         return live
 
     def _flat(self, buffers):
-        """All numbers of these buffers, as a new flat tensor."""
+        """Return all numbers of these buffers, as a new flat tensor."""
         _copy(self.views, _numbers(buffers))
         return self.flat.clone()
 
 
 def finite(numbers):
-    """The same, with 0 for infinity and nan."""
+    """Return the same, with 0 for infinity and nan."""
     return numbers.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _copy(targets, sources):
-    """Copies by type: a GPU has one call for many tensors only if they have one type."""
+    """Copy by type: a GPU has one call for many tensors only if they have one type."""
     kinds = {}
     for target, source in zip(targets, sources, strict=True):
         kinds.setdefault((target.dtype, source.dtype), []).append((target, source))
@@ -98,5 +98,5 @@ def _copy(targets, sources):
 
 
 def _numbers(buffers):
-    """The buffers; a complex one as pairs of real numbers."""
+    """Return the buffers; a complex one as pairs of real numbers."""
     return [torch.view_as_real(b) if b.is_complex() else b for b in buffers]
