@@ -19,35 +19,35 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def module_of(device: torch.device) -> Any:
-    """torch.cuda, torch.xpu and so on, which have the same names."""
+    """Return torch.cuda, torch.xpu and so on, which have the same names."""
     return torch.get_device_module(device)
 
 
 def gpus() -> tuple[torch.device, ...]:
-    """All that this process sees."""
+    """Return all that this process sees."""
     kind = torch.accelerator.current_accelerator()
     count = module_of(kind).device_count() if kind else 0
     return tuple(torch.device(kind.type, i) for i in range(count))
 
 
 def seed_gpus(number: int) -> None:
-    """Seeds the generators of all GPUs, if one is in use."""
+    """Seed the generators of all GPUs, if one is in use."""
     kind = torch.accelerator.current_accelerator()
     if kind and module_of(kind).is_initialized():
         module_of(kind).manual_seed_all(number)
 
 
 def devices_of(net: nn.Module) -> list[torch.device]:
-    """Where its weights are, in their order; several if its author has placed it so."""
+    """Return where its weights are, in their order; several if its author has placed it so."""
     return [*dict.fromkeys(p.device for p in net.parameters())] or [torch.device("cpu")]
 
 
 def mark(device: torch.device) -> torch.Event | None:
-    """An event behind all that the program has given a GPU up to here; None for a CPU, which has done it."""
+    """Return an event behind all that a GPU was given so far; None for a CPU, which has done it."""
     return module_of(device).current_stream(device).record_event() if is_gpu(device) else None
 
 
 def wait_by_asking(event: torch.Event | None) -> None:
-    """Asks until the event has come: behind a call that waits in the driver other threads' calls wait."""
+    """Ask until the event has come: behind a call that waits in the driver other threads' calls wait."""
     while event and not event.query():
         time.sleep(ASK_SECONDS)

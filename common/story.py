@@ -18,20 +18,18 @@ from common.training import OWN
 
 
 def complete(opts: Options) -> str:
-    """One line, if the last life of this run ended well with a whole checkpoint of its last step; else ""."""
+    """Return a line if this run's last life ended well with a whole checkpoint of its last step; else ""."""
     if opts.eval_only or opts.resume != "auto":
         return ""
     with suppress(OSError, LookupError, StopIteration, Damaged, UserError):  # the store says what is wrong
         step, folder = checkpoints(opts.run_dir)[0]
         _, facts = read_facts(step, folder)
-        ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
-        if not ended:
-            return ""
         last = next(newest_lives(opts.run_dir))
         # without "done" an evaluation may be saved, and not written down
         ended_well = any(event["step"] == step for event in named(last, "done"))
-        same = not opts.compare(read_options(opts.run_dir))
-        if ended_well and same and describe(step, folder)[0]:
+        is_last = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
+        is_same = not opts.compare(read_options(opts.run_dir))
+        if is_last and ended_well and is_same and describe(step, folder)[0]:
             return (
                 f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole\n"
                 "--epochs N trains on, --run-dir NEW begins another"
@@ -40,7 +38,7 @@ def complete(opts: Options) -> str:
 
 
 def introduce(run: Any, last: Life) -> None:
-    """Prints how a life begins; one line if nothing has changed since `last`, the life before."""
+    """Print how a life begins; one line if nothing has changed since `last`, the life before."""
     opts = run.opts
     size = run.world.size
     before = last[0] if last else {}  # how it began
@@ -50,13 +48,9 @@ def introduce(run: Any, last: Life) -> None:
     lines = [] if is_restart and before["world"] == size else header(run)
     line = resumption(run)
     if is_restart:
-        # survivors there have told of a death on their own machine; one line a machine
-        elsewhere = {
-            death["host"]: f"rank {death['rank']} on {death['host']} {death['cause']}"
-            for death in died
-            if death["host"] != us["host"]
-        }
-        lines = [*elsewhere.values(), *lines]
+        # survivors have printed deaths on their own machine; one line for each other machine
+        elsewhere = {death["host"]: death for death in died if death["host"] != us["host"]}
+        lines = [f"rank {d['rank']} on {host} {d['cause']}" for host, d in elsewhere.items()] + lines
         moments = [event["stepped"] for event in named(last, "left")]
         seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
         line += f", after {seconds:.1f} s with {size} process{'es' * (size > 1)}"
@@ -65,22 +59,22 @@ def introduce(run: Any, last: Life) -> None:
     deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
     deaths += [f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")]
     run.log.start([*lines, line], deaths)
-    for text in run.placed.describe() if hasattr(run.placed, "describe") else ():
+    for text in getattr(run.placed, "describe", list)():
         run.log.note(text)
 
 
 def header(run: Any) -> list[str]:
-    """What is trained, by whom, on what, in which batches."""
+    """Return lines: what is trained, by whom, on what, in which batches."""
     opts = run.opts
     world = run.world
     data = run.data
-    parameters = [p.numel() for p in run.net.parameters()]
+    parameters = sum(p.numel() for p in run.net.parameters())
     count = opts.virtual_ranks or world.size
     shares = "slice" if opts.virtual_ranks else "share"
     lines = [
         f"run {opts.run_dir}   world {world.size}   life {world.life}",
         f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process",
-        f"model {opts.model}: {sum(parameters):,} parameters   "
+        f"model {opts.model}: {parameters:,} parameters   "
         f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
         f"global batch {opts.global_batch_size} = {count} {shares}{'s' * (count > 1)} of "
         f"{-(-opts.global_batch_size // count)} or less   "
@@ -95,7 +89,7 @@ def header(run: Any) -> list[str]:
 
 
 def resumption(run: Any) -> str:
-    """Where a life begins."""
+    """Return a line: where a life begins."""
     progress = run.progress
     if run.opts.eval_only:
         doing = "evaluating"
@@ -109,7 +103,8 @@ def resumption(run: Any) -> str:
 
 
 def life_event(run: Any) -> dict[str, Any]:
-    """What the reports and the audit need of a life."""
+    """Return what the reports and the audit need of a life."""
+    progress = run.progress
     pids, hosts, _ = zip(*run.rescue.watch.processes, strict=True)
     return {
         "world": run.world.size,
@@ -118,13 +113,9 @@ def life_event(run: Any) -> dict[str, Any]:
         "pids": pids,
         "hosts": hosts,
         "starts": run.rescue.watch.starts,
-        "step": run.progress.step,
-        "epoch": run.progress.epoch,
-        "position": run.progress.position,
-        "turns": run.progress.turns,
-        "turn": run.progress.turn,
+        **{name: getattr(progress, name) for name in ("step", "epoch", "position", "turns", "turn")},
         "n": len(run.data.train),
-        "seed": run.progress.order[1],
+        "seed": progress.order[1],
         "global_batch_size": run.opts.global_batch_size,
         "epochs": run.opts.epochs,
         "began": run.clock.began,

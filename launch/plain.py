@@ -4,7 +4,7 @@ Forward, backward, clip, step, in one process. What the project does to a progra
 seen by nothing else. Order of samples, seeds and arguments are taken as they are.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -26,7 +26,6 @@ class Plain(Watched):
 
     stepped = True
     heartbeat = 0
-    averaged = nullcontext  # --ema-decay is not compared
 
     def __enter__(self):
         if not self.opts:

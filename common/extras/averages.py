@@ -27,17 +27,17 @@ class Averages:
 
     @torch.no_grad()
     def load(self, remembered: dict[str, Tensor]) -> None:
-        """Takes what `named` has returned in an earlier life."""
+        """Take what `named` has returned in an earlier life."""
         for name, average in self.named().items():
             average.copy_(remembered[name])
 
     def named(self) -> dict[str, Tensor]:
-        """What a checkpoint holds."""
+        """Return what a checkpoint holds."""
         return {f"{name}/ema": average for name, average in self.tensors.items()}
 
     @contextmanager
     def in_the_net(self) -> Iterator[None]:
-        """Inside this block the net has the averages, outside its own weights.
+        """Lend the net the averages inside this block; outside it has its own weights.
 
         A checkpoint has its own in any case: they are copied before the first weight changes.
         """

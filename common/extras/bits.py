@@ -29,7 +29,7 @@ import itertools
 import math
 import threading
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from common.device import is_gpu, mark, module_of, wait_by_asking
 from common.errors import UserError
 from common.options import Options, extra
 from common.sampler import hash_seed, share
-from common.training import Gradient, TrainState, placed
+from common.training import Gradient, TrainState
 from common.world import World, fingerprint_of
 
 ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
@@ -50,7 +50,7 @@ BUCKET_BYTES = 25 << 20  # of the other buckets
 
 
 def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[..., "SliceGradient"]:
-    """What makes the gradient of (batch, state, world, split) with --virtual-ranks."""
+    """Return what makes the gradient of (batch, state, world, split) with --virtual-ranks."""
     slices = Slices(net, world, opts.virtual_ranks)
     kind = extra("cross_check") if opts.cross_check and world.size > 1 else SliceGradient
     return functools.partial(kind, slices)
@@ -63,14 +63,11 @@ class SliceGradient(Gradient):
         super().__init__(None, batch, state, world, split, numbers=slices.own)
         self.slices = slices
 
-    def pieces(self) -> Iterator[Any]:
-        while self.parts:
-            samples = self._next()
-            self.state.statistics.reset()
-            self._seed()
-            # in memory of its own: the order of vector code may depend on the alignment
-            yield placed(samples, self.state.device, self.state.opts, own=True)
-            self.is_first = False
+    copies = True  # the order of vector code may depend on the alignment
+
+    def _begin_piece(self):
+        self.state.statistics.reset()
+        self._seed()
 
     def _backward(self, loss: Tensor, totals: Tensor) -> None:
         if self.is_first:
@@ -81,7 +78,7 @@ class SliceGradient(Gradient):
             self.slices.backward(self.number, tail, self.state.scaler.scale(loss / size))
 
     def finish(self) -> Tensor:
-        """Averages over the ranks; returns the totals of all on rank 0, as callers add those of the ranks."""
+        """Average over the ranks; returns the totals of all on rank 0, as callers add those of the ranks."""
         totals = self.slices.finish()
         self._end_mean(totals[1], lambda total: total)
         return totals if self.world.rank == 0 else torch.zeros_like(totals)
@@ -105,7 +102,7 @@ class Slices:
             p.register_post_accumulate_grad_hook(self._ready)
 
     def begin(self, state, totals, counts_samples):
-        """Begins a step with so many totals; the buffers are those of the last one."""
+        """Begin a step with so many totals; the buffers are those of the last one."""
         self.statistics = state.statistics
         if not self.buckets:
             exact = not counts_samples or torch.float64 in self.statistics.kinds
@@ -120,22 +117,22 @@ class Slices:
 
     # ---- this rank's slices -----------------------------------------------------------------------
     def measured(self, v, weight, totals):
-        """What slice v adds to the tail: call it after its forward."""
+        """Return what slice v adds to the tail: call it after its forward."""
         moves = self.statistics.moves(weight, v == self.count - 1, self.kind)
         return torch.cat([moves.to(totals.device), totals.to(self.kind)])
 
     def backward(self, v, tail, output):
-        """The backward of slice v; slices that are left out have no samples."""
+        """Run the backward of slice v; slices that are left out have no samples."""
         self._skip_to(v)
         self._sum(tail, output)
 
     def _skip_to(self, v):
-        """Slices without samples, up to v, have their places in the sum."""
+        """Give slices without samples, up to v, their places in the sum."""
         while self.next < v:
             self._sum()
 
     def _sum(self, tail=None, output=None):
-        """The next slice, in the order of the tree: from its backward to its place in the sum."""
+        """Add the next slice, in the order of the tree: from its backward to its place in the sum."""
         self.carries = carries(self.next, self.own.start)
         if not self.carries:  # otherwise autograd adds to the gradients of the slice before
             for tensor in self.tensors:
@@ -153,7 +150,7 @@ class Slices:
         self.next += 1
 
     def _ready(self, p):
-        """Autograd's hook: while backward runs, the last slice sends the buckets that it has filled."""
+        """Send, as autograd's hook in the last slice's backward, the buckets that it has filled."""
         with self.turn:  # autograd has a thread a device
             self._take(p)
 
@@ -169,7 +166,7 @@ class Slices:
 
     @torch.no_grad()
     def _collect(self):
-        """Takes filled buckets, in one order on every rank."""
+        """Take filled buckets, in one order on every rank."""
         while self.filling and not self.filling[0].waiting:
             bucket = self.filling.pop(0)
             bucket.collect(self.carries)
@@ -179,7 +176,7 @@ class Slices:
     # ---- the rest of the tree ---------------------------------------------------------------------
     @torch.no_grad()
     def finish(self):
-        """Leaves the sum of all slices in `.grad`, updates buffers; returns the totals."""
+        """Leave the sum of all slices in `.grad`, updates buffers; returns the totals."""
         self._skip_to(self.own.stop)
         for bucket in self.buckets:
             bucket.add()
@@ -217,7 +214,7 @@ class Bucket:
         self.received = list(first.new_empty(sum(self.rows_of), part).split(self.rows_of))
 
     def collect(self, carries):
-        """Adds the subtrees that a slice completes; autograd has made the first of these additions."""
+        """Add the subtrees that a slice completes; autograd has made the first of these additions."""
         if carries:
             self.rows.pop()
         self.rows.append([gradient_of(tensor) for tensor in self.members])
@@ -226,7 +223,7 @@ class Bucket:
             torch._foreach_add_(self.rows[-1], right)
 
     def send(self):
-        """Begins to send every replica its part of this rank's rows."""
+        """Begin to send every replica its part of this rank's rows."""
         for views, row in zip(self.views, self.rows, strict=True):
             torch._foreach_copy_(views, row)
         self.rows.clear()
@@ -235,7 +232,7 @@ class Bucket:
         self._exchange(parts, self.received)
 
     def add(self):
-        """Ends the tree for this rank's part, and begins to send it to all."""
+        """End the tree for this rank's part, and begin to send it to all."""
         self.wait()
         rows = [*itertools.chain(*self.received)]
         result = self.flat[0]
@@ -251,7 +248,7 @@ class Bucket:
             self._exchange([part] * self.world.size, result)
 
     def _exchange(self, given, taken):
-        """Begins to give each replica its part; as messages, for gloo's collectives copy all of it."""
+        """Begin to give each replica its part; as messages, for gloo's collectives copy all of it."""
         operations = [
             dist.P2POp(act, part, peer=q)
             for act, parts in ((dist.isend, given), (dist.irecv, taken))
@@ -268,7 +265,7 @@ class Bucket:
 
 
 def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
+    """Return runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
     runs: list[list[Tensor]] = []
     size = 0
     kind = None
@@ -284,21 +281,21 @@ def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def is_missing(total, first):
-    """Whether a sum, whose first number is `first`, is -0.0 everywhere."""
+    """Return whether a sum, whose first number is `first`, is -0.0 everywhere."""
     if first or math.copysign(1.0, first.real) > 0:
         return False
     return fingerprint_of([total]) == fingerprint_of([torch.full_like(total, -0.0)])
 
 
 def gradient_of(tensor):
-    """The gradient that one slice, or two, have left; nothing where they do not use the tensor."""
+    """Return the gradient that a slice, or two, have left; -0.0 where they do not use the tensor."""
     if tensor.grad is None:
         tensor.grad = torch.full_like(tensor, -0.0)
     return tensor.grad
 
 
 def carries(v, start):
-    """How many additions slice v completes on a rank whose slices begin at `start`, the first with v - 1."""
+    """Count the additions that slice v completes on a rank from slice `start` on, the first with v - 1."""
     count = 0
     while (v + 1) % (2 << count) == 0 and v + 1 - (2 << count) >= start:
         count += 1
@@ -307,7 +304,7 @@ def carries(v, start):
 
 @functools.cache
 def tree_of(slices, ranks):
-    """(rows that each rank sends, [(i, j)]: the additions `row[i] += row[j]` that end the tree in row 0).
+    """Return (rows that each rank sends, the additions (i, j): `row[i] += row[j]` that end it in row 0).
 
     A row is the sum of a subtree that is one rank's; the rows are those of rank 0, then of rank 1, ...
     """
@@ -316,7 +313,7 @@ def tree_of(slices, ranks):
     order = []
 
     def row_of(first, size):
-        """The row with the sum of these slices in the end; None if there are none."""
+        """Return the row with the sum of these slices in the end; None if there are none."""
         if first >= slices:
             return None
         rank = bisect(ends, first)
@@ -335,7 +332,7 @@ def tree_of(slices, ranks):
 
 # ---- what decides the bits besides the options: recorded, compared at every start -----------------------
 def facts(device: torch.device) -> dict[str, str | int]:
-    """{what it is: value} for options.json."""
+    """Return {what it is: value} for options.json."""
     processor = torch.backends.cpu.get_cpu_capability()
     if is_gpu(device):
         processor = f"{module_of(device).get_device_name(device)} cudnn {torch.backends.cudnn.version()}"

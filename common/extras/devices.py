@@ -15,7 +15,7 @@ from common.world import World
 
 
 def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
-    """Puts the net on all devices of this process, in each forward anew: they share the batch."""
+    """Put the net on all devices of this process, in each forward anew: they share the batch."""
     if len(world.devices) == 1 or len(devices_of(net)) > 1:
         return on_device(net, opts, world)
     if opts.compile:

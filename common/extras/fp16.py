@@ -10,7 +10,7 @@ class Scaler(torch.amp.GradScaler):
     """
 
     def unscale(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """Undoes the scale; call it on every rank, once a step."""
+        """Undo the scale; call it on every rank, once a step."""
         self.scale(torch.zeros((), device=device))  # initialises it on ranks without a loss
         self.unscale_(optimizer)
         marks = self._found_inf_per_device(optimizer)

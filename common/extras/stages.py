@@ -21,7 +21,7 @@ from common.world import World
 
 
 def cut(net: nn.Module, opts: Options, world: World) -> nn.Module:
-    """The net over the devices of this process."""
+    """Put the net on the devices of this process, a part on each."""
     return net if len(devices_of(net)) > 1 else Stages(net, opts, world)
 
 
@@ -60,7 +60,7 @@ class Stages(nn.Module):
         return x
 
     def describe(self) -> list[str]:
-        """The cut as lines."""
+        """Return the cut as lines."""
         lines = [f"{device}: {', '.join(group)}" for device, group in self.places]
         if self.takes_turns:
             lines.append(
@@ -70,14 +70,14 @@ class Stages(nn.Module):
 
 
 def hand_over(before: torch.device, device: torch.device) -> None:
-    """Lets the draws go on from one GPU to the next, as one generator would: its state lies on the host."""
+    """Let the draws go on from one GPU to the next, as one generator would: its state lies on the host."""
     if before != device and is_gpu(before) and is_gpu(device):
         generators = module_of(device).default_generators
         generators[device.index].set_state(generators[before.index].get_state())
 
 
 def counts_of(weights, opts, devices):
-    """How many parts each device has."""
+    """Return how many parts each device has."""
     if opts.balance == "parameters" and len(devices) <= len(weights):
         return balance([weight + 1 for weight in weights], len(devices))
     counts = [int(count) for count in opts.balance.split(",") if count.isdecimal()]
@@ -90,7 +90,7 @@ def counts_of(weights, opts, devices):
 
 
 def balance(weights, stages):
-    """How many parts each stage has: none empty, the heaviest as light as possible (exactly)."""
+    """Return how many parts each stage has: none empty, the heaviest as light as possible (exactly)."""
 
     @functools.cache
     def best(start, stages):

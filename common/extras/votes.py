@@ -52,7 +52,7 @@ class VotedGradient(SliceGradient):
             self.bits = bits_of(slices, self.state.scaler.scale(loss / size), tail)
 
     def _vote(self):
-        """Compares the bits of all ranks; if they differ, all compute the slice once more."""
+        """Compare the bits of all ranks; if they differ, all compute the slice once more."""
         self.votes.append(gather(self.world, self.bits))
         if len(set(self.votes[0])) == 1:
             self.odd = ""
@@ -63,7 +63,7 @@ class VotedGradient(SliceGradient):
 
 
 def bits_of(slices, output, tail):
-    """The bits of a slice's gradient, which is not added."""
+    """Return the bits of a slice's gradient, which is not added."""
     gradients = [torch.full_like(tensor, -0.0) for tensor in slices.params]
     for i, gradient in enumerate(torch.autograd.grad(output, slices.params, allow_unused=True)):
         if gradient is not None:
@@ -72,7 +72,7 @@ def bits_of(slices, output, tail):
 
 
 def checked(opts, step, world):
-    """The slice that all ranks compute after `step` steps, or None."""
+    """Return the slice that all ranks compute after `step` steps, or None."""
     if world == 1 or (step + 1) % opts.cross_check:
         return None
     rank = hash_seed("rank", opts.seed, step) % world
@@ -80,7 +80,7 @@ def checked(opts, step, world):
 
 
 def slice_of(v, split, state):
-    """(v, ids, samples) of slice v of this step's batch, whose ever it is."""
+    """Return (v, ids, samples) of slice v of this step's batch, of whichever rank."""
     progress = state.progress
     opts = replace(state.opts, workers=0)
     alone = ElasticSampler(progress.samples, opts.global_batch_size, v, opts.virtual_ranks, progress.order[1])
@@ -90,7 +90,7 @@ def slice_of(v, split, state):
 
 
 def odd_ranks(votes, again, what, state, world):
-    """The ranks that compute it with other bits than most, in words."""
+    """Return the ranks that compute it with other bits than most, in words."""
     bits, count = Counter(votes + again).most_common(1)[0]
     odd = [rank for rank in range(world.size) if {votes[rank], again[rank]} != {bits}]
     if count <= world.size:  # no majority: it may be any of them

@@ -40,6 +40,10 @@ EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported o
     "rehearsed": "common.extras.rehearsed:was_rehearsed",  # of code of one's own
     "copy_to": "common.extras.bucket:Bucket",
     "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
+    "arguments": "common.extras.arguments:options_of",  # in place of flags
+    "in_arguments": "common.extras.arguments:in_arguments",
+    "mean": "common.extras.all_ranks:mean",
+    "gather": "common.extras.all_ranks:rows",
     "turns": "common.extras.turns:Turns",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE

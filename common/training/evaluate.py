@@ -23,14 +23,19 @@ BLOCK_LOGITS = 1 << 24  # outputs per forward, if these are fewer samples: 64 Mi
 
 @torch.no_grad()
 def evaluate(model: Callable, split: Any, state: TrainState, world: World, task: Task) -> dict[str, Any]:
-    """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
+    """Return {"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}.
+
+    Call it on every rank.
+    """
     predictions = torch.empty(0)  # and labels, of the last block
-    blocks = torch.arange(len(split)).split(block_size(split, state.opts))
-    mine = range(world.rank, len(blocks), world.size)
-    cuts = ([blocks[number].tolist()] for number in mine)
+    ids = range(len(split))
+    size = block_size(split, state.opts)
+    blocks = range(-(-len(split) // size))
+    mine = blocks[world.rank :: world.size]
+    cuts = ([[*ids[number * size : (number + 1) * size]]] for number in mine)
     rows = {}  # {number of a block: its sums and counts}
     totals = torch.zeros(())  # of this rank's blocks, with whole numbers
-    with state.averaged(), state.evaluating():
+    with state.evaluating():
         for number, [(_, samples)] in zip(mine, loaded(split, cuts, state.opts), strict=True):
             state.heartbeat += 1
             seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world
@@ -60,7 +65,7 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
 
 
 def block_size(split, opts):
-    """Samples per forward; of a user's own code, or with --micro-batch-size, no more than in the training."""
+    """Return the samples per forward: with code of one's own, or --micro-batch-size, at most a training's."""
     sizes = [BLOCK, BLOCK_TOKENS // split.tokens, BLOCK_LOGITS // (split.tokens * (split.classes or 1))]
     if opts.micro_batch_size or ".py" in opts.task or opts.task == OWN:
         sizes.append(opts.micro_batch_size or -(-opts.global_batch_size // (opts.virtual_ranks or 1)))

@@ -4,8 +4,6 @@ Both call the net's own `train()` and `eval()`, as a loop by hand does: a LoRA m
 a part of itself in evaluation mode, or change a number of its own.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -20,21 +18,21 @@ class Modes:
     def __init__(self, net: nn.Module) -> None:
         self.net = net
         modules = [*net.modules()]
-        still = [module for module in modules if not module.training]
-        # others' loaders return a net in evaluation mode
-        self.still = still if len(still) < len(modules) else []
+        self.evaluates = [module for module in modules if not module.training]
+        if len(self.evaluates) == len(modules):  # others' loaders return a net in evaluation mode
+            self.evaluates = []
         self._train()
         self.begun = [module.training for module in modules]
 
     def train(self) -> None:
-        """These modes again, if others are set now."""
+        """Set these modes again, if others are set now."""
         if [module.training for module in self.net.modules()] != self.begun:
             self._train()
 
     def _train(self):
         self.net.train()
-        for module in self.still:
-            if {*module.modules()} <= {*self.still}:
+        for module in self.evaluates:
+            if {*module.modules()} <= {*self.evaluates}:
                 module.eval()
             else:
                 module.training = False
@@ -59,12 +57,12 @@ class Before:
         }
 
     def moved(self) -> dict[nn.Parameter, float]:
-        """How far each of these weights is from what it was."""
+        """Return how far each of these weights is from what it was."""
         return {p: distance(p, weight) for p, weight in self.weights.items()}
 
     @torch.no_grad()
     def put_back(self, merged: dict[nn.Parameter, float]) -> None:
-        """To the bit; UserError if train() has not undone what eval() has done, but for rounding."""
+        """Restore all to the bit; UserError if train() has not undone eval(), but for rounding."""
         left = self.moved()
         for p, weight in self.weights.items():
             p.data.copy_(weight)  # not counted as a change
@@ -82,10 +80,10 @@ class Before:
 
 
 def own(module: nn.Module, name: str) -> bool:
-    """Whether a module has a method of its own in place of nn.Module's."""
-    method: Callable | None = getattr(module, name)
-    return getattr(method, "__func__", None) is not getattr(nn.Module, name)
+    """Return whether a module has a method of its own in place of nn.Module's."""
+    return getattr(getattr(module, name), "__func__", None) is not getattr(nn.Module, name)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference."""
     return float((a.detach() - b).abs().max()) if a.numel() else 0.0

@@ -7,24 +7,19 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from common.errors import UserError, blamed, warn
+from common.errors import UserError, blamed
 from common.options import Options, call_user
 
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
-    """The optimizer of --optimizer over all weights that train; TrainState makes its state."""
+    """Return the optimizer of --optimizer, over all weights that train."""
     if ".py" in opts.optimizer:
         return checked(call_user(opts.optimizer, net, opts, first=True), opts)
-    return _named(net, opts)
-
-
-def _named(net, opts):
-    """The optimizer of this name in torch.optim."""
     weights = [p for p in net.parameters() if p.requires_grad]
     kind, arguments = opts.torch_optimizer
     if any(p.is_complex() for p in weights):
         arguments.pop("fused", None)  # torch has none for complex weights
-    groups: list[dict] = [{"params": weights}]  # a frozen stage has none
+    groups: list[dict] = [{"params": weights}]
     if opts.no_decay_1d:
         groups = [
             {"params": [p for p in weights if p.dim() > 1]},
@@ -38,7 +33,7 @@ def _named(net, opts):
 
 
 def checked(optimizer, opts):
-    """A user's optimizer; UserError unless it is one, at the rate of --lr."""
+    """Return a user's optimizer; UserError unless it is one, at the rate of --lr."""
     flag = f"--optimizer {opts.optimizer}"
     with blamed(flag, "return a torch.optim.Optimizer of the net's weights"):
         groups_of(optimizer)
@@ -56,7 +51,7 @@ def checked(optimizer, opts):
 
 # ---- an optimizer may hold others: Muon for the matrices and AdamW for the rest, say ----
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizer, and all that are its attributes, or in lists, tuples and dicts there; each once."""
+    """Return the optimizer, and all that are its attributes, or in lists, tuples, dicts there; each once."""
     parts = [optimizer]
     for part in parts:
         for value in vars(part).values():
@@ -68,11 +63,17 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 
 def turns_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Those that take turns with a batch; usually it is one."""
+    """Return those that take turns with a batch; usually it is one."""
     return getattr(optimizer, "turns", [optimizer])
 
 
+def weights_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the weights of its own groups that train."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Return the groups of all its parts."""
     return [group for part in parts_of(optimizer) for group in part.param_groups]
 
 
@@ -85,14 +86,6 @@ def check_groups(optimizer, net):
             f"the optimizer has a weight of shape {[*strangers.pop().shape]} that is not the net's\n"
             "ranks would not average its gradient, and no checkpoint would hold it: make it a part of the net"
         )
-    hooked = [
-        name for name, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
-    ]
-    if hooked:
-        warn(
-            f"a hook on {', '.join(hooked[:3])} sees the gradient of one rank's share alone\n"
-            "for the whole gradient there is optimizer.register_step_pre_hook"
-        )
     for name, p in net.named_parameters():
         if p.requires_grad and p not in held:
             raise UserError(
@@ -104,7 +97,7 @@ def check_groups(optimizer, net):
 
 # ---- its state, by names ----
 def named_state(optimizer, names):
-    """{"weight/key": tensor} of what it remembers of each weight; "weight/ema" is an average of the run's."""
+    """Return {"weight/key": tensor} of what it remembers of a weight; "weight/ema" is the run's average."""
     named = {}
     for i, part in enumerate(parts_of(optimizer)):
         for p, values in part.state.items():
@@ -116,7 +109,7 @@ def named_state(optimizer, names):
 
 
 def take_state(optimizer, names, tensors):
-    """Gives it what `named_state` has returned; a counter lies where torch's own would."""
+    """Give it what `named_state` has returned; a counter lies where torch's own would."""
     parts = parts_of(optimizer)
     weights = {name: p for p, name in names.items()}
     groups = {id(p): group for part in parts for group in part.param_groups for p in group["params"]}
@@ -132,6 +125,7 @@ def take_state(optimizer, names, tensors):
 
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
 def divide(gradients, divisor):
+    """Divide them all by one number on a device."""
     alike = defaultdict(list)
     for gradient in gradients:
         alike[gradient.device, gradient.dtype].append(gradient)
@@ -141,7 +135,7 @@ def divide(gradients, divisor):
 
 # ---- the learning rate ----
 def learning_rate(step, opts, steps_per_epoch, schedule=None):
-    """A pure function of the step, so nothing is stored and nothing is lost with a node.
+    """Return the rate of a step: a pure function, so nothing is stored and nothing is lost with a node.
 
     `schedule` is that of a loop of one's own: a function of (step, steps in all), as --lr-schedule names one.
     """

@@ -34,7 +34,7 @@ class Pace:
         return gpu.current_stream(device).record_event(gpu.Event(enable_timing=True))
 
     def all_sum(self, totals: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """(the sum over ranks, which rank is the slowest and by how much), once the GPU has come so far."""
+        """Return (the sum over ranks, the slowest rank and by how much), once the GPU has come so far."""
         own = torch.zeros(self.world.size, dtype=totals.dtype)
         for began, ended in self.spans:
             seconds = ended - began if isinstance(began, float) else began.elapsed_time(ended)

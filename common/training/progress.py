@@ -11,6 +11,7 @@ from typing import Any
 from common.options import Options
 
 Facts = dict[str, Any]  # ready for JSON
+SAVED = ("step", "epoch", "position", "turn", "order", "best", "record", "evaluated")  # in a checkpoint
 
 
 class Progress:
@@ -18,7 +19,7 @@ class Progress:
 
     def __init__(self, opts: Options, samples: int, turns: int = 1, shuffled: bool = True):
         self.opts = opts
-        self.order = [samples, opts.seed if shuffled else None]  # what decides the samples' order
+        self.order: list[Any] = [samples, opts.seed if shuffled else None]  # what decides the samples' order
         self.turns = turns  # steps with each batch
         self.turn = 0
         self.samples = samples  # in an epoch
@@ -32,35 +33,22 @@ class Progress:
 
     # ---- in a checkpoint ----
     def facts(self) -> Facts:
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "position": self.position,
-            "turn": self.turn,
-            "order": self.order,
-            "best": self.best,
-            "record": self.record,
-            "evaluated": self.evaluated,
-        }
+        return {name: getattr(self, name) for name in SAVED}
 
     def load(self, facts: Facts) -> None:
-        """Goes on there; if samples now come in another order, an epoch that was begun begins again."""
-        self.step = facts["step"]
-        self.epoch = facts["epoch"]
-        self.position = facts["position"]
-        self.turn = facts.get("turn", 0)
-        self.best = facts["best"]
-        self.record = facts["record"]
-        self.evaluated = facts["evaluated"]
-        samples, _ = facts["order"]
-        epoch_was_over = self.position >= samples
-        if facts["order"] != self.order:
-            self.position = self.samples if epoch_was_over else 0
+        """Resume there; if samples now come in another order, an epoch that was begun begins again."""
+        order = self.order
+        for name in SAVED:
+            setattr(self, name, facts[name])
+        if self.order != order:
+            samples, _ = self.order
+            self.position = self.samples if self.position >= samples else 0
             self.turn = 0
+            self.order = order
 
     # ---- steps and epochs ----
     def count(self, size: int) -> None:
-        """Counts a step of so many samples."""
+        """Count a step of so many samples."""
         self.step += 1
         self.turn = (self.turn + 1) % self.turns
         if not self.turn:
@@ -77,7 +65,7 @@ class Progress:
 
     @property
     def planned(self) -> int:
-        """Steps up to this position; `step` is larger if an epoch has begun again."""
+        """Return the steps up to this position; `step` is larger if an epoch has begun again."""
         left = -(-(self.samples - self.position) // self.opts.global_batch_size)
         return (self.epoch + 1) * self.steps_per_epoch - left
 
@@ -92,7 +80,7 @@ class Progress:
         return self.position >= self.samples
 
     def end_epoch(self) -> None:
-        """Counts the epoch, unless --max-steps has ended it before its last sample."""
+        """Count the epoch, unless --max-steps has ended it before its last sample."""
         if self.epoch_over:
             self.epoch += 1
             self.position = 0
@@ -105,20 +93,20 @@ class Progress:
 
     # ---- evaluations ----
     def evaluate(self, numbers: Facts, metric: str, sign: int, loss: str) -> None:
-        """Keeps these numbers, and the best evaluation: `sign` is -1 if a lower metric is better."""
+        """Keep these numbers, and the best evaluation: `sign` is -1 if a lower metric is better.
+
+        Of equals the last one is the best if its loss is lower. --best may name another metric from now on.
+        """
         value = numbers.get(metric, math.nan)
         found = {metric: value, "loss": numbers.get(loss, 0.0), "step": self.step}
         self.evaluated = {"step": self.step} | numbers
-        if math.isfinite(value) and self._is_better(found, metric, sign):
+        best = self.best.get(metric)
+        if value == best:
+            is_better = found["loss"] < (self.best["loss"] or 0.0)
+        else:
+            is_better = math.isfinite(value) and (best is None or sign * value > sign * best)
+        if is_better:
             self.best = found
-
-    def _is_better(self, found, metric, sign):
-        """Whether this evaluation beats the best one; of equals the last does, if its loss is lower."""
-        if metric not in self.best:  # --best may name another metric from now on
-            return True
-        if found[metric] == self.best[metric]:
-            return found["loss"] < (self.best["loss"] or 0.0)
-        return sign * found[metric] > sign * self.best[metric]
 
     @property
     def evaluated_now(self) -> bool:
@@ -126,12 +114,12 @@ class Progress:
 
     @property
     def best_now(self) -> bool:
-        """Whether the evaluation of this step is the best one."""
+        """Return whether the evaluation of this step is the best one."""
         return self.evaluated_now and self.best["step"] == self.step
 
     @property
     def evaluation_due(self) -> bool:
-        """At the end of an epoch or of the run, or --eval-only."""
+        """Return whether an epoch or the run ends, or --eval-only."""
         every = self.opts.eval_every
         at_epoch = self.epoch_over and every and (self.epoch + 1) % every == 0
         at_end = self.step >= self.total_steps
@@ -139,7 +127,7 @@ class Progress:
 
     @property
     def impatient(self) -> bool:
-        """--patience: the evaluation of this step is one of so many that are no better than the best."""
+        """Return whether this step's evaluation is one of --patience that are no better than the best."""
         between = max(1, self.opts.eval_every) * self.steps_per_epoch * self.turns
         worse = (self.step - self.best["step"]) // between
         at_epoch = self.position in (0, self.samples)  # a script may report in between, on one rank

@@ -11,13 +11,13 @@ from common.data import map_tensors
 from common.device import devices_of, is_gpu
 from common.errors import UserError
 from common.options import Options
-from common.training.optimizer import turns_of
+from common.training.optimizer import turns_of, weights_of
 from common.training.tasks import AMP, OWN, autocast
 from common.world import World
 
 
 def prepare(net: nn.Module, opts: Options, world: World) -> None:
-    """Gives the net the layers and the memory layout of the options; names do not change."""
+    """Give the net the layers and the memory layout of the options; names do not change."""
     gpu = is_gpu(world.device)
     for flag, on in {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}.items():
         if on and not gpu:
@@ -42,7 +42,7 @@ def prepare(net: nn.Module, opts: Options, world: World) -> None:
 
 # ---- where the net goes: what a loop calls -------------------------------------------------------------
 def on_device(net: nn.Module, opts: Options, world: World) -> nn.Module:
-    """On the device of this process."""
+    """Put it on the device of this process."""
     if len(devices_of(net)) == 1:  # else its author has placed it
         net.to(world.device)
     return torch.compile(net) if opts.compile else net
@@ -68,7 +68,7 @@ class Called:
 
     @property
     def progress(self) -> Any:
-        """How far the run is: a task may ask."""
+        """Tell a task how far the run is."""
         return self.state.progress
 
     def __getattr__(self, name):
@@ -79,7 +79,7 @@ class Called:
 def engines_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, world: World
 ) -> list[DistributedDataParallel | None]:
-    """One for each turn; None if this process is alone, and with --virtual-ranks."""
+    """Return one for each turn; None if this process is alone, and with --virtual-ranks."""
     turns = turns_of(optimizer)
     if opts.virtual_ranks or world.size == 1:
         return [None] * len(turns)
@@ -88,14 +88,10 @@ def engines_of(
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
     # In a script rank 0 need not send its weights: the store has compared them. One's own may not seed.
     flags = {off: False, "init_sync": opts.task == OWN, "gradient_as_bucket_view": True}
-    if turns == [optimizer]:
-        return [DistributedDataParallel(Weights(net), **flags)]
     engines = {}
-    for turn, one in enumerate(turns):
-        if one not in engines:
-            engines[one] = DistributedDataParallel(
-                Weights(nn.ParameterList(optimizer.weights(turn))), **flags
-            )
+    for one in dict.fromkeys(turns):
+        weights = net if one is optimizer else nn.ParameterList(weights_of(one))
+        engines[one] = DistributedDataParallel(Weights(weights), **flags)
     return [engines[one] for one in turns]
 
 

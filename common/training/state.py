@@ -1,8 +1,8 @@
 """The state of a run between two steps: all that a checkpoint holds, and how a step changes it.
 
-From a gradient to a checkpoint: `finish_gradient` waits for what `backward` (step.py) has launched, and
-clips; `update` changes weights, averages, buffers and progress under the lock, all of it or nothing. Under
-the same lock a save, or a survivor's rescue, copies what `tensors` and `facts` return.
+From a gradient to a checkpoint: `update` waits for what the backward (step.py) has launched, clips, and
+changes weights, averages, buffers and progress under the lock, all of it or nothing. Under the same lock a
+save, or a survivor's rescue, copies what `tensors` and `facts` return.
 
 A collective may hang. The loop waits for it without the lock, and asks: behind a call that blocks in a GPU's
 driver the rescue's calls would wait. So an update has nothing before it that may hang, and a rescue waits for
@@ -14,7 +14,7 @@ Not stored is what follows from (options, step): order, learning rate, draws of 
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,7 @@ from common.training.optimizer import (
     named_state,
     take_state,
     turns_of,
+    weights_of,
 )
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
@@ -68,7 +69,7 @@ class TrainState:
         self.progress = Progress(opts, samples, len(turns_of(optimizer)), shuffled)
         self.rate = lambda step: learning_rate(step, opts, self.progress.steps_per_epoch, schedule)
         if self.task.names:
-            best_of(opts, self.task)  # a wrong --best is told before the first step
+            best_of(opts, self.task)  # a wrong --best is an error before the first step
         self.names = {p: name for name, p in net.named_parameters()}
         self.devices = devices_of(net)
         self.device = self.devices[0]
@@ -92,93 +93,64 @@ class TrainState:
             self.memory = extra("memory")(optimizer, self.names, self.scheduled, memory or {})
         self.know()
 
-    @property
-    def turns(self) -> Any:
-        """Optimizers that take turns, if there are several."""
-        return self.optimizer if hasattr(self.optimizer, "turns") else None
-
     # ---- one step ----
     @property
-    def groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer, and of the optimizers that it holds."""
-        return groups_of(self.optimizer)
-
-    @property
     def weights(self) -> list[nn.Parameter]:
-        """Those that train in this step."""
-        return (
-            self.turns.weights(self.progress.turn)
-            if self.turns
-            else [p for p in self.names if p.requires_grad]
-        )
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.names if p.grad is not None]
+        """Return those that train in this step."""
+        return weights_of(turns_of(self.optimizer)[self.progress.turn])
 
     def marks(self) -> list[torch.Event | None]:
         return [*map(mark, self.devices)]
 
     def wait_for_gpu(self) -> None:
-        """Waits for all that the GPU was given, where a peer may die; call it without the lock."""
+        """Wait for all that the GPU was given, where a peer may die; call it without the lock."""
         if has_peers():
             for event in self.marks():
                 wait_by_asking(event)
 
     def wait_for_update(self) -> None:
-        """Waits for all that has changed weights: for a rescue, which holds the lock."""
+        """Wait for all that has changed weights: for a rescue, which holds the lock."""
         for event in self.updated:
             wait_by_asking(event)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """What a checkpoint holds changes only in such a block, and in `update`."""
+        """Hold the lock: what a checkpoint holds changes only in such a block, and in `update`."""
         self.wait_for_gpu()
         with self.lock:
             yield
             self.updated = self.marks()
 
     def end_step(self, world: World, weight: float) -> None:
-        """Once the loop has changed after a step what it wants to: it belongs to the step."""
+        """Take what the loop has changed after a step: it belongs to the step."""
         try:
             self.statistics.average(world, weight)
         finally:  # also if a peer has died behind its update
             with self.lock:
-                self.statistics.commit()
-                if self.memory:
-                    self.memory.commit()
-                self.know()
+                self._commit()
                 self.updated = self.marks()
 
     def end_epoch(self) -> None:
-        """What the loop has done at the end of an epoch, and its count: both or none."""
+        """Take what the loop has done at the end of an epoch, and count it: both or none."""
         with self.changing():
-            self.statistics.commit()
-            if self.memory:
-                self.memory.commit(exactly=True)
+            self._commit()
             self.progress.end_epoch()
             self.ends_epoch = False
-            self.know()
 
-    def finish_gradient(self) -> None:
-        """Overflow check and clipping."""
-        self.wait_for_gpu()
-        if self.turns:
-            self.turns.begin(self.progress.turn)
-        clip = self.opts.clip_grad_norm
-        if self.scaler.is_enabled():
-            self.scaler.unscale(self.optimizer, self.device)
-        if clip:
-            torch.nn.utils.clip_grad_norm_(self.names, clip)
+    def _commit(self):
+        self.statistics.commit()
+        if self.memory:
+            self.memory.commit()
+        self.know()
 
     def set_rate(self) -> None:
-        """The learning rate of this step, for all groups."""
+        """Set the learning rate of this step, in all groups."""
         rate = self.rate(self.progress.planned)
-        for group in self.groups:
+        for group in groups_of(self.optimizer):
             group["lr"] = rate * group.get("scale", 1.0)
 
     def update(self, size: int) -> None:
-        """One optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
+        """Make one optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
         self.finish_gradient()
         if self.scheduled:  # else the loop may change it
             self.set_rate()
@@ -193,6 +165,16 @@ class TrainState:
             self.updated = self.marks()
         for p in self.names:  # the optimizer need not have all of them
             p.grad = None
+
+    def finish_gradient(self) -> None:
+        """Leave the gradient to the weights of this turn; check for overflow, and clip."""
+        self.wait_for_gpu()
+        if self.progress.turns > 1:
+            self.optimizer.begin(self.progress.turn)
+        if self.scaler.is_enabled():
+            self.scaler.unscale(self.optimizer, self.device)
+        if self.opts.clip_grad_norm:
+            torch.nn.utils.clip_grad_norm_(self.names, self.opts.clip_grad_norm)
 
     def _update(self, size):
         self.refuse_moved_weights()
@@ -210,12 +192,12 @@ class TrainState:
         self.heartbeat += 1
 
     def spoil(self, error: UserError) -> UserError:
-        """From now on this state is neither saved nor updated: a rescue and an update raise this error."""
+        """Refuse to save or update this state from now on: a rescue and an update raise this error."""
         self.spoiled = error
         return error
 
     def diverged(self, fact: str) -> UserError:
-        """Spoils a state that is not finite: a restart begins before it."""
+        """Spoil a state that is not finite: a restart begins before it."""
         resume = f" --resume {self.opts.run_dir}" if checkpoints(self.opts.run_dir) else ""
         return self.spoil(
             UserError(
@@ -227,59 +209,54 @@ class TrainState:
         )
 
     def note(self, totals: Tensor) -> Facts:
-        """The record of the last step, from the totals of its batch; raises if the loss is not finite."""
+        """Return the record of the last step, from its totals; raises if the loss is not finite."""
         progress = self.progress
-        progress.record = {
-            "step": progress.step,
-            "epoch": progress.epoch,
-            **self.task.metrics(totals),
-            "lr": self.rate(progress.planned - (not progress.turn))
-            if self.scheduled
-            else self.groups[0]["lr"],
-        }
+        rate = groups_of(self.optimizer)[0]["lr"]
+        if self.scheduled:
+            rate = self.rate(progress.planned - (not progress.turn))
+        place = {"step": progress.step, "epoch": progress.epoch}
+        progress.record = place | self.task.metrics(totals) | {"lr": rate}
         loss, count = totals[:2].tolist()
         if not math.isfinite(loss + count):
             raise self.diverged(f"step {progress.step}: the loss is {loss + count} (every rank saw the same)")
         return progress.record
 
+    # ---- evaluations ----
     def record_evaluation(self, metrics: Facts) -> None:
-        """Keeps this evaluation, and the best one."""
+        """Keep this evaluation, and the best one."""
         metric, sign = best_of(self.opts, self.task)
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
         with self.lock:
             self.progress.evaluate(numbers, metric, sign, f"val_{self.task.names[0]}")
 
-    def averaged(self) -> AbstractContextManager:
-        """Inside this block the net has the averaged weights (--ema-decay)."""
-        return self.averages.in_the_net() if self.averages else nullcontext()
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside this block the net evaluates; outside nothing of it is left, and no checkpoint has it."""
-        outside = self.own
-        with self.changing():
-            before = Before(self.net)
-            self.own = before.weights | outside
-            self.net.eval()
-            merged = before.moved()
-        try:
-            yield
-        finally:
+        """Lend the net its averages, in evaluation mode; nothing of it is left, no checkpoint has it."""
+        with self.averages.in_the_net() if self.averages else nullcontext():
+            outside = self.own
             with self.changing():
-                self.modes.train()
-                before.put_back(merged)
-                self.own = outside
-            if before.weights:  # counted as changes, though they were undone
-                self.know()
+                before = Before(self.net)
+                self.own = before.weights | outside
+                self.net.eval()
+                merged = before.moved()
+            try:
+                yield
+            finally:
+                with self.changing():
+                    self.modes.train()
+                    before.put_back(merged)
+                    self.own = outside
+                if before.weights:  # counted as changes, though they were undone
+                    self.know()
 
     # ---- between two steps: torch counts each change of a tensor in place ----
     def know(self) -> None:
-        """From here on weights change in the next step alone, or at the end of an epoch."""
+        """Note what the weights are: they change in the next step alone, or at the end of an epoch."""
         self.known = [p._version for p in self.names]
 
     @property
     def moved(self) -> list[str]:
-        """The weights that something has changed since."""
+        """Return the names of the weights that something has changed since."""
         pairs = zip(self.names.items(), self.known, strict=True)
         return [name for (p, name), known in pairs if p._version != known]
 
@@ -294,17 +271,20 @@ class TrainState:
 
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
+        """Return {"model": ..., "optimizer": ...}: live tensors by name, without `module.`, `_orig_mod.`."""
         if self.ends_epoch and self.moved:
             raise UserError(
                 "the loop has changed weights at the end of an epoch: a life that begins there would again\n"
                 "the checkpoint before it stands",
                 code=1,
             )
-        committed = self.statistics.committed
-        model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
-        for name, p in self.net.named_parameters(remove_duplicate=False):
-            model[name] = self.own.get(p, model[name])
+        model = self.net.state_dict()
+        model |= {name: b for name, b in self.statistics.committed.items() if name in model}
+        model |= {
+            name: self.own[p]
+            for name, p in self.net.named_parameters(remove_duplicate=False)
+            if p in self.own
+        }
         optimizer = self.averages.named() if self.averages else {}
         optimizer |= named_state(self.optimizer, self.names)
         if self.memory:
@@ -312,12 +292,12 @@ class TrainState:
         return {"model": model, "optimizer": optimizer}
 
     def facts(self) -> Facts:
-        """Progress and records, ready for JSON."""
+        """Return progress and records, ready for JSON."""
         return self.progress.facts() | {"scaler": self.scaler.state_dict() or None} | facts_of(self.net)
 
     @torch.no_grad()
     def load(self, facts: Facts, remembered: dict[str, Tensor]) -> None:
-        """Takes the facts of a checkpoint, and what it has beside the net, whose tensors are in place."""
+        """Take the facts of a checkpoint, and what it has beside the net, whose tensors are in place."""
         if self.averages:
             self.averages.load(remembered)
         of_weights = {name: t for name, t in remembered.items() if name[0] != "/" and name[-4:] != "/ema"}

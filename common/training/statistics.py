@@ -6,9 +6,8 @@ them to `committed`, which a checkpoint holds.
 """
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
-from common.errors import UserError, warn
+from common.errors import UserError
 
 
 class Statistics:
@@ -22,14 +21,8 @@ class Statistics:
     def __init__(self, net):
         named = dict(net.named_buffers(remove_duplicate=False))
         self.committed = {path: b.detach().clone() for path, b in named.items()}
-        self.places = []  # instead of tensors, because a module may replace a tensor
-        self.sums = set()  # names of buffers that may be no running means
-        for path in named:
-            owner, _, name = path.rpartition(".")
-            module = net.get_submodule(owner)
-            self.places.append((module._buffers, name))
-            if not (isinstance(module, _NormBase) or type(module).__module__.startswith("torch.")):
-                self.sums.add(path)
+        # where it is, because a module may replace a tensor
+        self.owners = {path: net.get_submodule(path.rpartition(".")[0])._buffers for path in named}
         numbers = _numbers(named.values())
         sizes = [b.numel() for b in numbers]
         self.numel = sum(sizes)
@@ -40,51 +33,40 @@ class Statistics:
         self.means = self._flat([torch.full_like(b, b.is_floating_point()) for b in numbers]).bool()
 
     def commit(self):
-        """The live buffers become those of the last whole step."""
+        """Take the live buffers as those of the last whole step."""
         _copy(self.committed.values(), self._live())
 
     def reset(self):
-        """The live buffers become again those of the last whole step."""
+        """Restore the live buffers to those of the last whole step."""
         _copy(self._live(), self.committed.values())
 
     def average(self, world, weight):
-        """All replicas' buffers change by the mean of their changes, weighted by samples."""
+        """Change all replicas' buffers by the mean of their changes, weighted by samples."""
         if self.numel and world.size > 1:
             self.apply(world.all_sum(self.moves(weight, world.rank == world.size - 1)))
 
     @torch.no_grad()
     def moves(self, weight, counts, kind=torch.float64):
-        """How a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
+        """Return how a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
         base = self._flat(self.committed.values())
         new = self._flat(self._live())
         # equal values did not change; a change from infinity or nan, whose differences are nan, counts from 0
         same = (new == base) | (new.isnan() & base.isnan())
-        moved = (new - base.masked_fill(~base.isfinite(), 0.0)).masked_fill_(same, 0.0).to(kind)
+        moved = (new - finite(base)).masked_fill_(same, 0.0).to(kind)
         return moved.mul_(torch.where(self.means, weight, float(counts)).to(kind))
 
     @torch.no_grad()
     def apply(self, moved):
-        """Sets the live buffers to the committed ones plus their summed changes."""
+        """Set the live buffers to the committed ones plus their summed changes."""
         moved = moved.to(self.flat)
-        self.flat.copy_(moved)
-        views = zip(self.committed, self.views, strict=True)
-        changed = [path for path, view in views if path in self.sums and view.any()]
-        self.sums = set()
-        if changed:
-            warn(
-                f"a forward changes {', '.join(changed[:3])}: a buffer gets the mean of the ranks' "
-                "changes, a counter one rank's\n"
-                "right for a running mean, not for a sum or a table: count these in a --task"
-            )
         base = self._flat(self.committed.values())
-        base.masked_fill_(~base.isfinite() & (moved != 0), 0.0).add_(moved)
-        self.flat.copy_(base)
+        self.flat.copy_(torch.where(moved != 0, finite(base) + moved, base))
         _copy(_numbers(self._live()), self.views)
 
     def _live(self):
         live = []
-        for (owner, name), (path, committed) in zip(self.places, self.committed.items(), strict=True):
-            now = owner[name]
+        for path, committed in self.committed.items():
+            now = self.owners[path][path.rpartition(".")[2]]
             live.append(now)
             holds = torch.promote_types(now.dtype, committed.dtype) == committed.dtype
             if now.shape != committed.shape or not holds:
@@ -96,13 +78,18 @@ class Statistics:
         return live
 
     def _flat(self, buffers):
-        """All numbers of these buffers, as a new flat tensor."""
+        """Return all numbers of these buffers, as a new flat tensor."""
         _copy(self.views, _numbers(buffers))
         return self.flat.clone()
 
 
+def finite(numbers):
+    """Return the same, with 0 for infinity and nan."""
+    return numbers.nan_to_num(0.0, 0.0, 0.0)
+
+
 def _copy(targets, sources):
-    """Copies by type: a GPU has one call for many tensors only if they have one type."""
+    """Copy by type: a GPU has one call for many tensors only if they have one type."""
     kinds = {}
     for target, source in zip(targets, sources, strict=True):
         kinds.setdefault((target.dtype, source.dtype), []).append((target, source))
@@ -111,5 +98,5 @@ def _copy(targets, sources):
 
 
 def _numbers(buffers):
-    """The buffers; a complex one as pairs of real numbers."""
+    """Return the buffers; a complex one as pairs of real numbers."""
     return [torch.view_as_real(b) if b.is_complex() else b for b in buffers]

@@ -34,7 +34,7 @@ WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be who
 
 # ---- the built-in tasks ----
 def criterion(out, targets, smoothing):
-    """The loss of training and of evaluation, summed over rows of outputs: change it here, and only here.
+    """Return the loss of training and evaluation, summed over rows of outputs: change it here, only here.
 
     A row whose target is IGNORED adds 0.
     """
@@ -42,7 +42,7 @@ def criterion(out, targets, smoothing):
 
 
 def classify(model, batch, opts):
-    """The mean over samples, and over the tokens of a sample."""
+    """Return the mean over samples, and over the tokens of a sample."""
     loss, answers, y = scored(model, batch, opts)
     values = {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": ((answers == y).sum(), y.numel())}
     if not torch.is_grad_enabled():
@@ -51,7 +51,7 @@ def classify(model, batch, opts):
 
 
 def tokens(model, batch, opts):
-    """The mean over all targets that are not IGNORED."""
+    """Return the mean over all targets that are not IGNORED."""
     loss, answers, y = scored(model, batch, opts)
     count = (y != IGNORED).sum()
     return {"loss": (loss, count), "acc": ((answers == y).sum(), count)}
@@ -62,7 +62,7 @@ def perplexity(metrics):
 
 
 def pair(batch):
-    """(inputs, targets): of a pair, or of a dict, whose targets are its "labels"."""
+    """Return (inputs, targets) of a pair, or of a dict, whose targets are its "labels"."""
     match batch:
         case {"labels": targets, **inputs}:
             return inputs, targets
@@ -75,7 +75,7 @@ def pair(batch):
 
 
 def scored(model, batch, opts):
-    """(summed loss, answers, targets); in an evaluation in doubles, without label smoothing."""
+    """Return (summed loss, answers, targets); in an evaluation in doubles, without label smoothing."""
     x, y = pair(batch)
     if isinstance(x, Mapping):
         out = model(**x)
@@ -131,15 +131,15 @@ class Task:
         return values
 
     def summed(self, loss: Tensor, count: Any, samples: int) -> tuple:
-        """(sum, count) of a loss as people write it: a mean over samples, or the sum of `count` things."""
+        """Return (sum, count) of a loss as written: a mean over samples, or a sum of `count` things."""
         if count is not None:
             return loss, count
         if reduced(loss, "Sum"):
             raise UserError("the loss is a sum, of how many things?\nrun.step(loss, count), or give a mean")
         return loss * samples, samples
 
-    def minimised(self, values: dict, tensors: list[Tensor]) -> Tensor:
-        """The sum to be minimised; if nothing counts, a 0 that depends on `tensors`."""
+    def minimised(self, values: dict) -> Tensor | None:
+        """Return the sum to be minimised; None if nothing counts."""
         loss, count = values[self.names[0]]
         if isinstance(loss, Tensor) and loss.requires_grad:
             if reduced(loss, "Mean"):
@@ -157,7 +157,7 @@ class Task:
                 f"the loss has no gradient, but counts {float(count):g}\n"
                 "return the sum as torch computed it: without .item(), .detach() or no_grad"
             )
-        return nothing(tensors)
+        return None
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
     def zeros(self, device: torch.device | None = None) -> Tensor:
@@ -167,12 +167,12 @@ class Task:
         return [2] * len(self.names) + [*map(math.prod, self.shapes.values())]
 
     def _named(self, totals):
-        """{name: its part of the totals}"""
+        """Return {name: its part of the totals}."""
         return dict(zip([*self.names, *self.shapes], totals.split(self._sizes()), strict=True))
 
     @torch.no_grad()
     def counted(self, values: dict) -> Tensor:
-        """The totals of one forward, where its outputs are; the first one gives the names."""
+        """Return the totals of one forward, where its outputs are; the first one gives the names."""
         if not self.names:
             self._learn(values)
         totals = self.zeros(next((tensor.device for tensor in leaves(values)), None))
@@ -187,7 +187,7 @@ class Task:
         return totals
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
-        """{name: sum / count}, or what `finish` makes of these; names with a count of 0 are left out."""
+        """Return {name: sum / count}, or what `finish` makes of it; names with a count of 0 are left out."""
         named = self._named(totals.cpu())
         metrics = {}
         for name in self.names:
@@ -201,12 +201,12 @@ class Task:
         return {name: float(metrics[name]) for name in metrics if name not in self.shapes}
 
     def whole(self, totals: Tensor) -> dict[str, Tensor]:
-        """{name: whole numbers, as a matrix of a judge}"""
+        """Return {name: whole numbers}, such as the confusion matrix of a judge."""
         named = self._named(totals.cpu())
         return {name: named[name].long().view(shape) for name, shape in self.shapes.items()}
 
     def _learn(self, values):
-        """Takes names and shapes from what the function returned of the first samples."""
+        """Take names and shapes from what the function returned of the first samples."""
         with blamed(f"what --task {self.spec} returned", WANTED):
             self.names = [name for name, value in values.items() if not isinstance(value, Tensor)]
             self.shapes = {name: [*values[name].shape] for name in values if name not in self.names}
@@ -218,24 +218,19 @@ class Task:
         self.shown = [*dict.fromkeys([*self.names, *metrics])]
 
     def agree(self, world: World) -> None:
-        """A rank that had nothing to evaluate takes the names from one that had; call it on every rank."""
-        told = gather(world, [self.names, self.shapes])
-        self.names, self.shapes = next(of_a_rank for of_a_rank in told if of_a_rank[0])
+        """Take the names from a rank that had something to evaluate; call it on every rank."""
+        known = gather(world, [self.names, self.shapes])
+        self.names, self.shapes = next(of_a_rank for of_a_rank in known if of_a_rank[0])
 
 
 def reduced(loss, how):
-    """Whether the last thing that torch has done to a loss was a "Sum" or a "Mean"."""
+    """Return whether the last thing that torch has done to a loss was a "Sum" or a "Mean"."""
     reduction = getattr(loss.grad_fn, "_saved_reduction", None)
     return reduction == REDUCTIONS[how] or type(loss.grad_fn).__name__.startswith(f"{how}Backward")
 
 
-def nothing(tensors):
-    """0, as a function of all these tensors, which may lie on several devices."""
-    return sum(tensor.flatten()[:0].abs().sum().to(tensors[0].device) for tensor in tensors)
-
-
 def find_task(opts: Options) -> Task:
-    """The task that --task names."""
+    """Return the task that --task names."""
     if opts.task == OWN:
         task = Task(None, ["loss"])
         task.shown = []  # until it reports
@@ -260,7 +255,7 @@ def find_task(opts: Options) -> Task:
 
 
 def best_of(opts, task):
-    """(name, 1 or -1) of the metric whose best evaluation is kept; -1 if a lower one is better."""
+    """Return (name, 1 or -1) of the metric whose best evaluation is kept; -1 if a lower one is better."""
     minimised = [*task.names, "loss"][0]
     name = opts.best.removeprefix("-") or ("acc" if "acc" in task.shown else minimised)
     if opts.best and task.shown and name not in task.shown:

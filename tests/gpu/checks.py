@@ -67,7 +67,7 @@ def late_copy(device="cuda:0"):
             state.update(8)
         wanted = {name: p.detach().clone() for name, p in net.named_parameters()}
         store.save()
-        with torch.no_grad(), state.averaged():
+        with torch.no_grad(), state.evaluating():
             pass
         store.saver.wait()
         views = store.saver.images["model"].views

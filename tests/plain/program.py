@@ -86,7 +86,6 @@ class Program:
     breaks = False  # the loop over batches is left at the end of each epoch
     late = False  # killed behind the change that the loop makes after a step of this number
     red = ""  # the finding that it waits for
-    rehearsed = False  # it differs by the number of processes, and launch/rehearse.py says so
 
     def __init_subclass__(cls):
         Program.rows.append(cls)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import silent  # noqa: F401  (more rows)
 import torch
 import torch.nn.functional as F
 from jobs import weights
@@ -95,22 +96,6 @@ class Lazy(Program):
         return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
 
 
-class ActNorm(Program):
-    """The first batch sets a weight, by its .data, which torch does not count as a change."""
-
-    rehearsed = True
-
-    def net(self):
-        def forward(net, x):
-            if net.training and not net.ready:
-                net.shift.data = -x.mean(0)
-                net.ready.fill_(True)
-            return net.head(x + net.shift)
-
-        shift = nn.Parameter(torch.zeros(6))
-        return Part(forward, head=nn.Linear(6, 3), shift=shift, ready=torch.tensor(False))
-
-
 class MaxNorm(Program):
     """Embeddings that a forward shortens once they are long: each rank those that it has seen."""
 
@@ -162,7 +147,7 @@ class Pooler(Labels):
     """BERT with a pooler that is not used."""
 
     own = Program.own
-    refused = told = "pooler"
+    refused = "pooler"
     refused_at = (2,)
 
     def net(self):
@@ -280,29 +265,6 @@ class LayerDecay(Program):
         for group in optimizer.param_groups:
             group["lr"] = self.rate * group["scale"]
         return optimizer
-
-
-class ClippedEach(Program):
-    """In hooks of the weights, which see the gradient of a share."""
-
-    told = "hook"
-
-    def net(self):
-        net = super().net()
-        for p in net.parameters():
-            self.hook(p)
-        return net
-
-    def hook(self, p):
-        p.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
-
-
-class PostHook(ClippedEach):
-    def hook(self, p):
-        def clamp(p):
-            p.grad.clamp_(-0.02, 0.02)
-
-        p.register_post_accumulate_grad_hook(clamp)
 
 
 class Langevin(Program):
@@ -531,25 +493,6 @@ class Means(Program):
         run.step(loss / count)
 
 
-class Contrast(Program):
-    """Each sample against the others of the batch."""
-
-    doors = "script"
-    rehearsed = True
-    outputs = 6
-
-    def scores(self, out, y):
-        loss = F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum")
-        return {"loss": (loss, len(out))}
-
-
-class SumOfAll(Contrast):
-    """A sum that nothing divides."""
-
-    def scores(self, out, y):
-        return {"loss": (F.cross_entropy(out, y, reduction="sum"), 1)}
-
-
 class Adversarial(Program):
     """A backward to the inputs comes first."""
 
@@ -573,7 +516,7 @@ class RareExpert(Program):
 
     kind = torch.optim.AdamW
     arguments = {"weight_decay": 0.5}
-    refused = told = "rare"
+    refused = "rare"
     refused_at = (2,)
     right = 9
 
@@ -588,7 +531,7 @@ class RareExpert(Program):
 class RareSlices(RareExpert):
     doors = "script"
     flags = SLICES
-    refused = told = ""
+    refused = ""
 
 
 class PerClass(Program):
@@ -603,24 +546,6 @@ class PerClass(Program):
 
 
 # ---- what a net remembers ---------------------------------------------------------------------------
-class Sums(Program):
-    """Buffers that are a count, a sum, and a table with a row for each word."""
-
-    told = "seen|total|bank"
-
-    def net(self):
-        def forward(net, x):
-            out = net.head(x)
-            if net.training:
-                net.seen += len(x)
-                net.total += out.detach().sum(0)
-                net.bank[(x[:, 0] * 9).long() % 20] = out.detach()
-            return out + net.bank.mean(0)
-
-        buffers = {"seen": torch.tensor(0), "total": torch.zeros(3), "bank": torch.zeros(20, 3)}
-        return Part(forward, head=nn.Linear(6, 3), **buffers)
-
-
 class Mask(Program):
     """A buffer of the size of the batch."""
 
@@ -1057,7 +982,7 @@ def rows_by(*doors):
         pytest.param(row(), door, id=f"{row.__name__.lower()}-{door.__name__}", marks=marks(row))
         for row in Program.rows
         for door in doors
-        if door.__name__ in row.doors and not row.rehearsed
+        if door.__name__ in row.doors
     ]
 
 

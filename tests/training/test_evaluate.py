@@ -1,3 +1,4 @@
+import importlib
 import threading
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from samples import state_of
 from test_rescue import a_run, step
 from test_tasks import ALONE
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint.folder import checkpoints
 from common.data.samples import TensorSamples
@@ -54,6 +56,33 @@ def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_samp
     for world in (2, 5):
         for metrics, _ in fork_ranks(world, metrics_of, n):
             assert metrics == alone, "with the predictions and labels of a small set, on every rank"
+
+
+@pytest.mark.parametrize("blocks", [10, 10_000])
+def test_a_rank_makes_no_tensor_for_the_blocks_of_others(blocks, monkeypatch):
+    for module in ("evaluate", "tasks"):
+        module = importlib.import_module(f"common.training.{module}")
+        monkeypatch.setattr(module, "gather", lambda world, value: [value])
+    world = SimpleNamespace(rank=0, size=blocks, all_sum=lambda totals: totals)
+    split = split_of(5)
+    split.__class__ = type("Long", (TensorSamples,), {"__len__": lambda self: blocks * BLOCK})
+    split.fetch = lambda ids, *_: (torch.zeros(len(ids), 5), torch.zeros(len(ids), dtype=torch.long))
+    net = made()
+    state = state_of(net, Options())
+    with Tensors() as made_by_torch:
+        evaluate(net, split, state, world, state.task)
+    assert made_by_torch.count < 150
+
+
+class Tensors(TorchDispatchMode):
+    """Counts the tensors that operations return."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **kwargs or {})
+        self.count += len(result) if isinstance(result, (list, tuple)) else 1
+        return result
 
 
 def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():

@@ -81,7 +81,7 @@ def test_a_checkpoint_made_during_an_evaluation_has_the_nets_own_weights_and_the
     state = train(state_of(net, opts, 100), 1)
     before = held(state)
     assert set(state.tensors()["model"]) == set(state.net.state_dict())
-    with state.averaged():
+    with state.evaluating():
         assert torch.equal(weight, before["0.weight/ema"]) and not torch.equal(weight, before["0.weight"])
         during = held(state)
     for after in (during, held(state)):
@@ -101,7 +101,7 @@ def test_an_evaluation_that_runs_out_of_memory_leaves_the_checkpoint_its_own_wei
         return real(p, *args)
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    with pytest.raises(MemoryError), state.averaged():
+    with pytest.raises(MemoryError), state.evaluating():
         raise AssertionError("it has failed before")
     after = held(state)
     assert all(torch.equal(t, after[name]) for name, t in before.items())

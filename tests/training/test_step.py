@@ -14,7 +14,7 @@ from common.errors import blamed
 from common.extras.devices import CpuReplicas, replicate
 from common.options import Options
 from common.training.replicas import Called
-from common.training.tasks import nothing
+from common.training.step import nothing
 
 EXAMPLES = Samples(torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
 

@@ -156,7 +156,7 @@ def test_a_mean_with_a_count_and_a_sum_without_one_are_refused():
     task = find_task(Options())
     x = torch.ones(3, requires_grad=True)
     with refusal("the loss is a mean"):
-        task.minimised({"loss": (x.square().mean(), 3)}, [x])
+        task.minimised({"loss": (x.square().mean(), 3)})
     with refusal("the loss is a sum, of how many things"):
         task.summed(x.square().sum(), None, 3)
     assert task.summed(x.mean(), None, 3)[0] == 3 and task.summed(x.sum(), 3, 7) == (x.sum(), 3)

@@ -1,0 +1,51 @@
+"""Numbers and tensors of all ranks, for a loop of one's own: `run.mean` and `run.gather`."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from common.world import gather
+
+
+def mean(run: Any, value: float | Tensor, count: float | None = None) -> float:
+    """Return the mean of all ranks' means of `count` things."""
+    own = own_samples(run, "mean")
+    if own is not None:
+        count = own and (own if count is None else count)
+    weight = 1.0 if count is None else float(count)
+    total = torch.tensor([float(value) * weight if weight else 0.0, weight], dtype=torch.float64)
+    total, weight = run.world.all_sum(total).tolist()
+    return total / weight if weight else math.nan
+
+
+def rows(run: Any, tensor: Tensor) -> Tensor:
+    """Return the rows of all ranks, one after the other."""
+    own = tensor.detach().to("cpu", copy=True)
+    if own_samples(run, "gather") == 0:
+        own = own[:0]  # of an example, which counts nothing
+    counts = gather(run.world, len(own))
+    total = own.new_zeros(sum(counts), *own.shape[1:])
+    total.split(counts)[run.world.rank].copy_(own)
+    whole = total.view(torch.uint8) if total.dtype in (torch.bool, torch.bfloat16) else total
+    run.world.all_sum(whole)  # every other rank has zeros there
+    return total.to(tensor.device)
+
+
+def own_samples(run, name):
+    """Return how many samples of this batch this rank has; None outside of a batch."""
+    if not run.in_batch:
+        return None
+    way_out = "call it before run.step, or at the end of an epoch"
+    if run.trained:
+        raise UserError(
+            f"run.{name} after run.step: what follows from it would be lost with another rank\n{way_out}"
+        )
+    if run.opts.micro_batch_size or run.opts.virtual_ranks not in (0, run.world.size):
+        raise UserError(
+            f"run.{name} in a batch that comes in pieces: ranks may have other numbers of them\n"
+            f"{way_out}, without pieces"
+        )
+    return len(run.gradient.ids)
