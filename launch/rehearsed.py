@@ -70,6 +70,9 @@ class Watched(common.elastic.Elastic):
         pickle.dump(facts, self.notes)
         self.notes.flush()
 
+    def write_sketches(self, step, tensors, ulp):
+        self.write(step=step, named={name: sketch_of(tensor, ulp) for name, tensor in tensors.items()})
+
     def named(self):
         tensors = self.state.tensors()
         return tensors["model"] | tensors["optimizer"]
@@ -77,8 +80,7 @@ class Watched(common.elastic.Elastic):
     def note(self):
         """After each step, and what the loop does behind it."""
         ulp = ULPS[self.opts.amp]
-        named = {name: sketch_of(tensor, ulp) for name, tensor in self.named().items()}
-        self.write(step=self.progress.step, named=named)
+        self.write_sketches(self.progress.step, self.named(), ulp)
         self.note_row(self.progress.record)
         for p in self.net.parameters() if "ulp" in self.does else ():
             one = torch.from_numpy(signs(p.numel())).view(p.shape).to(p.device)
@@ -88,8 +90,7 @@ class Watched(common.elastic.Elastic):
         """Numbers of the log, which is rank 0's."""
         if self.world.rank == 0:
             numbers = {ROW + name: torch.tensor([value], dtype=torch.float64) for name, value in row.items()}
-            named = {name: sketch_of(number, 2e-7) for name, number in numbers.items()}
-            self.write(step=row["step"], named=named)
+            self.write_sketches(row["step"], numbers, 2e-7)
 
     def report(self, **metrics):
         super().report(**metrics)

@@ -1,7 +1,6 @@
 """An optimizer with a list of matrices for each weight, inverted every other step."""
 
 import torch
-import torch.nn.functional as F
 from beside import labelled
 from torch import nn, optim
 
@@ -31,8 +30,3 @@ class Shampoo(optim.Optimizer):
 def made():
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     return {"net": net, "optimizer": Shampoo(net.parameters(), 0.1), "dataset": labelled(48, 6)}
-
-
-def loss_of(net, batch):
-    x, y = batch
-    return F.cross_entropy(net(x), y)
