@@ -55,6 +55,7 @@ DONE = (
 )
 DRAWS = "it draws: by other numbers of processes the draws are others; compared in silence"
 NORMS = "BatchNorm sees the samples of one process, as under DDP: weights depend on the number of processes"
+NO_STEP = "the script made no step\nit has no Elastic, or leaves its loop at once\nrehearse one that trains"
 FAMILIES = {  # what is told: fact, cause, way out
     "refused": "{gap}",
     "random": "the program is not deterministic: step {gap.step}, {gap}\n"
@@ -138,8 +139,8 @@ def rehearse(script, folder, accept=""):
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), FORK, die_with_the_parent) as pool:
         run = partial(runs_of, pool, script, folder)
         whole = run(["whole"])["whole"]
-        if whole.error:
-            return {"refused": whole.error}, [], ""
+        if whole.error or not whole.steps:
+            return {"refused": whole.error or NO_STEP}, [], ""
         found, notes, done = judged(whole, run)
     alarms = {family: FAMILIES[family].format(gap=gap) for family, gap in found.items()}
     if accept in alarms:

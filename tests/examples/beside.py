@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from program import SLICES, differences, trained
+from program import SLICES, Part, differences, trained
+from torch import nn
 from torch.utils.data import default_collate
 
 from common.checkpoint import weights_of
@@ -35,6 +36,20 @@ def numbers(count, *shape):
 def labelled(count, *shape):
     """[(x, which of its first three numbers is the largest)]"""
     return [(x, x.flatten()[:3].argmax()) for x in numbers(count, *shape)]
+
+
+def classifier():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def actor_and_critic():
+    """(logarithms of what to do, what it is worth) of the state of a pole."""
+
+    def forward(net, state):
+        seen = net.body(state).tanh()
+        return net.actor(seen).log_softmax(1), net.critic(seen)[:, 0]
+
+    return Part(forward, body=nn.Linear(4, 8), actor=nn.Linear(8, 2), critic=nn.Linear(8, 1))
 
 
 def pole(state, action):

@@ -2,8 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from beside import labelled
-from torch import nn, optim
+from beside import classifier, labelled
+from torch import optim
 
 TEST = labelled(20, 6)
 
@@ -34,7 +34,7 @@ class ScheduleFree(optim.Optimizer):
 
 
 def made():
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    net = classifier()
     optimizer = ScheduleFree(net.parameters(), 0.5)
     return {"net": net, "optimizer": optimizer, "dataset": labelled(48, 6), "test_set": TEST}
 

@@ -79,6 +79,8 @@ def test_the_command_says_what_came_and_a_run_of_that_code_no_longer_asks_for_it
     loop.write_text(PROGRAM.replace("batch.y)", "batch.y) * next(count)"))
     said = jobs.start(rehearsal, "python", loop, **home).ends_with(1)
     assert said.startswith("error: killed and resumed, step 6 is another one: "), said
+    loop.write_text("")
+    assert "error: the script made no step" in jobs.start(rehearsal, "python", loop, **home).ends_with(2)
 
 
 PROGRAM = """
