@@ -71,11 +71,11 @@ FAMILIES = {  # what is told: fact, cause, way out
     "the loss or a hook depends on which samples are together\n"
     "give run.step a mean over samples, or a sum and its count; clip by clip_grad_norm; or --accept cut",
     "evaluation": "an evaluation changes the training: step {gap.step}, {gap}\n"
-    "net.eval() or a judge changes what trains, and net.train() does not undo it\n"
-    "leave weights and buffers alone there, or turn merging off",
+    "net.eval() or a judge changes buffers or weights; a plain loop keeps that, here it is put back\n"
+    "leave them alone there, or turn merging off",
     "plain": "in a plain loop step {gap.step} is another one: {gap}\n"
     "the same net, optimizer, samples and loss without this project; one process, no kill\n"
-    "inputs of float64? a state that begins with the gradient? report it, if it is none",
+    "a sparse gradient, which is dense here? a state that begins with the gradient? else report it",
 }
 
 
