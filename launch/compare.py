@@ -38,20 +38,23 @@ def sketch_of(tensor: torch.Tensor, ulp: float = 0.0) -> Sketch:
     """`ulp` is that of a coarser type in which the net computes."""
     tensor = tensor.detach().cpu()
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
-    numbers = flat.double().numpy()
-    size = float(abs(numbers).max(initial=0.0))
-    if len(numbers) > WHOLE_NUMBERS:
-        size = float(np.linalg.norm(numbers))
-        numbers = np.pad(numbers * signs(len(numbers)), (0, -len(numbers) % SUMS)).reshape(-1, SUMS).sum(0)
-    ulp = max(ulp, torch.finfo(flat.dtype).eps if flat.is_floating_point() else 1e-7)
     bits = (tensor.dtype, tensor.shape, fingerprint_of([flat]))
-    return Sketch(numbers, size, ulp * max(size, SMALL), bits)
+    ulp = max(ulp, torch.finfo(flat.dtype).eps if flat.is_floating_point() else 1e-7)
+    if not flat.is_floating_point() or len(flat) <= WHOLE_NUMBERS:
+        flat = flat.double()
+    if len(flat) > WHOLE_NUMBERS:
+        size = flat.norm(dtype=torch.float64).item()
+        signed = torch.nn.functional.pad(flat * signs(len(flat)), (0, -len(flat) % SUMS))
+        flat = signed.view(-1, SUMS).sum(0, dtype=torch.float64)
+    else:
+        size = flat.abs().max().item() if len(flat) else 0.0
+    return Sketch(flat.numpy(), size, ulp * max(size, SMALL), bits)
 
 
 @functools.cache
-def signs(count: int) -> np.ndarray:
+def signs(count: int) -> torch.Tensor:
     """As many random signs, the same ones each time; not by torch, whose draws may be silenced."""
-    return np.random.default_rng(count).integers(0, 2, count, dtype=np.int8) * 2 - 1
+    return torch.from_numpy(np.random.default_rng(count).integers(0, 2, count, dtype=np.int8) * 2 - 1)
 
 
 def apart(one: Sketch, other: Sketch) -> float:

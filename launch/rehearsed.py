@@ -63,6 +63,7 @@ class Watched(common.elastic.Elastic):
             norms=any(isinstance(module, _BatchNorm) for module in self.net.modules()),
             epoch=self.progress.steps_per_epoch,
         )
+        self.move()
         if "quiet" in self.does:
             Silence().__enter__()
 
@@ -79,11 +80,15 @@ class Watched(common.elastic.Elastic):
 
     def note(self):
         """After each step, and what the loop does behind it."""
-        ulp = ULPS[self.opts.amp]
-        self.write_sketches(self.progress.step, self.named(), ulp)
+        self.write_sketches(self.progress.step, self.named(), ULPS[self.opts.amp])
         self.note_row(self.progress.record)
+        self.move()
+
+    def move(self):
+        """Each weight by one ulp, in a run that shows how far rounding leads."""
+        ulp = ULPS[self.opts.amp]
         for p in self.net.parameters() if "ulp" in self.does else ():
-            one = torch.from_numpy(signs(p.numel())).view(p.shape).to(p.device)
+            one = signs(p.numel()).view(p.shape).to(p.device)
             p.data.mul_(1 + max(ulp, torch.finfo(p.dtype).eps) * one)
 
     def note_row(self, row):
