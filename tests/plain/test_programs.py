@@ -690,7 +690,7 @@ class Observed(Program):
 
     draws = True
     flags = SLICES
-    begin = torch.inf
+    top = torch.inf
 
     def net(self):
         def forward(net, x):
@@ -699,14 +699,14 @@ class Observed(Program):
                 net.top = torch.where(net.top.isfinite(), net.top.lerp(top, 0.1), top)
             return net.head(x / net.top)
 
-        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(self.begin))
+        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(self.top))
 
     def scores(self, out, y):
         return {"loss": super().scores(out, y)["loss"]}
 
 
 class ObservedFromNan(Observed):
-    begin = torch.nan
+    top = torch.nan
 
 
 class Teacher(Program):
