@@ -1,10 +1,19 @@
-"""What launch/drill.py and launch/rehearse.py take: a command as one types it, behind their own options."""
+"""What launch/drill.py and launch/rehearse.py share: a command as one types it, behind their own options."""
 
 import argparse
+from collections.abc import Callable
+
+from common.errors import run_command
+
+NPROC = "(--nproc(?:[-_]per[-_]node)?[=\0])[0-9]+"  # in a command whose words are joined by \0
+
+
+def run_tool(tool: Callable, doc: str, arguments: list[str], **options: tuple) -> int:
+    """The exit code of tool(args): `args.command`, and `options`, {name: (default, help)}."""
+    return run_command(lambda: tool(read_command(doc, arguments, **options)))
 
 
 def read_command(doc, arguments, **options):
-    """The arguments of such a tool: `command`, and `options`, {name: (default, help)}."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (default, text) in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)

@@ -6,6 +6,7 @@ place where a run is much farther away.
 """
 
 import functools
+import math
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,9 +20,9 @@ WHOLE_NUMBERS = 4096  # a tensor with no more is kept; of a larger one there are
 SUMS = 16
 LIMIT = 1000.0  # times the noise: right programs have 18 or less, wrong ones 100,000 and more
 LOUD = 0.01  # of a weight: where one ulp has grown to it, nothing can be compared
-ROWS_LOUD = 1e-4  # of a weight: for rows of metrics.jsonl, where an answer may flip
+ROWS_LOUD = 1e-4  # of a weight: for numbers of the log, where an answer may flip
 SMALL = 1e-3  # what is smaller has the noise of this
-ROW = "metrics.jsonl: "  # begins the name of a number
+ROW = "metrics.jsonl: "  # begins the name of a number of the log
 
 
 class Sketch(NamedTuple):
@@ -37,30 +38,30 @@ def sketch_of(tensor: torch.Tensor, ulp: float = 0.0) -> Sketch:
     """`ulp` is that of a coarser type in which the net computes."""
     tensor = tensor.detach().cpu()
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
-    ulp = max(ulp, torch.finfo(flat.dtype).eps if flat.is_floating_point() else 1e-7)
-    if len(flat) > WHOLE_NUMBERS:
-        numbers = flat if flat.is_floating_point() else flat.double()
-        size = numbers.norm(dtype=torch.float64).item()
-        signed = torch.nn.functional.pad(numbers * signs(len(flat)), (0, -len(flat) % SUMS))
-        numbers = signed.view(-1, SUMS).sum(0, dtype=torch.float64)
-    else:
-        numbers = flat.double()
-        size = numbers.abs().max().item() if len(flat) else 0.0
     bits = (tensor.dtype, tensor.shape, fingerprint_of([flat]))
-    return Sketch(numbers.numpy(), size, ulp * max(size, SMALL), bits)
+    ulp = max(ulp, torch.finfo(flat.dtype).eps if flat.is_floating_point() else 1e-7)
+    if not flat.is_floating_point() or len(flat) <= WHOLE_NUMBERS:
+        flat = flat.double()
+    if len(flat) > WHOLE_NUMBERS:
+        size = flat.norm(dtype=torch.float64).item()
+        signed = torch.nn.functional.pad(flat * signs(len(flat)), (0, -len(flat) % SUMS))
+        flat = signed.view(-1, SUMS).sum(0, dtype=torch.float64)
+    else:
+        size = flat.abs().max().item() if len(flat) else 0.0
+    return Sketch(flat.numpy(), size, ulp * max(size, SMALL), bits)
 
 
 @functools.cache
-def signs(count):
-    draws = torch.Generator().manual_seed(count)
-    return torch.randint(0, 2, (count,), generator=draws, dtype=torch.int8) * 2 - 1
+def signs(count: int) -> torch.Tensor:
+    """As many random signs, the same ones each time; not by torch, whose draws may be silenced."""
+    return torch.from_numpy(np.random.default_rng(count).integers(0, 2, count, dtype=np.int8) * 2 - 1)
 
 
 def apart(one: Sketch, other: Sketch) -> float:
     if one.numbers.shape != other.numbers.shape:
-        return np.inf
+        return math.inf
     with np.errstate(invalid="ignore"):
-        return float(np.nanmax(np.abs(one.numbers - other.numbers), initial=0.0))
+        return float(np.nanmax(abs(one.numbers - other.numbers), initial=0.0))
 
 
 class Gap(NamedTuple):
@@ -68,7 +69,7 @@ class Gap(NamedTuple):
 
     step: int
     name: str
-    off: float = np.inf
+    off: float = math.inf
     size: float = 0.0
     noise: float = 0.0
 
@@ -116,7 +117,7 @@ class Noise:
             for step, name, one, two in run.pairs(other):
                 largest[name] = max(one.noise, apart(one, two), largest.get(name, 0.0))
                 self.made[step, name] = max(largest[name], self.made.get((step, name), 0.0))
-        moved: dict[int, list[float]] = {0: [0.0]}
+        moved: dict[int, list[float]] = {}
         for step, name, one, two in run.pairs(rounded):
             if name in run.facts["weights"]:
                 moved.setdefault(step, []).append(apart(one, two) / (one.size or 1.0))
@@ -124,7 +125,7 @@ class Noise:
 
     def loud(self, limit: float = LOUD) -> float:
         """The step from which nothing can be compared."""
-        return min((step for step in self.grown if self.grown[step] > limit), default=np.inf)
+        return min((step for step in self.grown if self.grown[step] > limit), default=math.inf)
 
     def gaps(self, other: Run):
         """(distance over noise, Gap) of all that can be compared."""

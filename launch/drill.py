@@ -16,29 +16,27 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
-from common.errors import UserError, run_command, say  # noqa: E402
+from common.errors import UserError, say  # noqa: E402
 from common.extras.audit import audit  # noqa: E402
 from common.extras.report import summarize  # noqa: E402
 from common.ledger import lives_of, named  # noqa: E402
 from common.options import read_options  # noqa: E402
-from launch.command import read_command  # noqa: E402
-
-NPROC = "(--nproc(?:[-_]per[-_]node)?[=\0])[0-9]+"  # as flags name it, whose words are joined by \\0
+from launch.command import NPROC, run_tool  # noqa: E402
 
 
 def main(arguments):
-    args = read_command(
+    return run_tool(
+        drill,
         __doc__,
         arguments,
         kills=(5, "how many processes are killed (default: 5)"),
         then=(0, "processes after the stop (default: one more)"),
     )
-    return run_command(lambda: drill(args))
 
 
 def drill(args):
@@ -55,13 +53,25 @@ def drill(args):
     return report(calm, run, disturb(args.command, run, moments, args.then), moments)
 
 
+@contextmanager
+def started(command, **how):
+    """A process that the drill ends before it ends itself, when it is told to."""
+    job = subprocess.Popen(command, **how)
+    try:
+        yield job
+    finally:
+        job.terminate()
+        job.wait()
+
+
 def complete(command):
     """Runs a command to its end; the folder of its run, as its last line names it."""
     found = None
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+    with started(command, stdout=subprocess.PIPE, text=True) as job:
         for line in job.stdout:
             say(line.rstrip("\n"))
             found = re.fullmatch(r"done at step \d+: (?:.*, )?(.+)\n", line) or found
+        job.wait()
     if job.returncode or not found:
         raise UserError(f"the command ended with code {job.returncode}, and completed no run\nsee above")
     return Path(found[1])
@@ -75,32 +85,31 @@ def disturb(command, run, moments, then):
     stop = moments[len(moments) // 2]
     kills = []
     disturbed = 0  # lives
-    job = subprocess.Popen(command)
-    while job.poll() != 0:
+    code = None
+    while code != 0:
+        with started(command) as job:
+            while job.poll() is None:
+                time.sleep(0.01)
+                # no life, step or process yet, or no more; no fault is left
+                with suppress(UserError, IndexError, ProcessLookupError):
+                    lives = lives_of(run)
+                    step = named(lives[-1], "first_step", "steps")[-1]["step"]
+                    if len(lives) == disturbed or step < moments[0]:
+                        continue
+                    if moments[0] == stop:
+                        job.terminate()
+                        number = str(then or lives[-1][0]["world"] + 1)
+                        os.environ |= {"NPROC": number, "PET_NPROC_PER_NODE": number}
+                        command = re.sub(NPROC, rf"\g<1>{number}", "\0".join(command)).split("\0")
+                    else:
+                        pids = summarize(run)["now"]["pids"]
+                        os.kill(random.choice([*pids.values()]), signal.SIGKILL)
+                        kills.append(time.time())
+                    disturbed = len(lives)
+                    del moments[0]
         code = job.returncode
         if code in range(2, 8):  # another start cannot help
             raise UserError(f"the command ended with code {code}\nsee above; --then N, if devices lack")
-        if code:
-            job = subprocess.Popen(command)
-        time.sleep(0.01)
-        # no life, step or process yet, or no more; no fault is left
-        with suppress(UserError, IndexError, ProcessLookupError):
-            lives = lives_of(run)
-            step = named(lives[-1], "first_step", "steps")[-1]["step"]
-            if len(lives) == disturbed or step < moments[0]:
-                continue
-            if moments[0] == stop:
-                job.terminate()
-                job.wait()
-                number = str(then or lives[-1][0]["world"] + 1)
-                os.environ |= {"NPROC": number, "PET_NPROC_PER_NODE": number}
-                command = re.sub(NPROC, rf"\g<1>{number}", "\0".join(command)).split("\0")
-            else:
-                pids = summarize(run)["now"]["pids"]
-                os.kill(random.choice([*pids.values()]), signal.SIGKILL)
-                kills.append(time.time())
-            disturbed = len(lives)
-            del moments[0]
     return kills
 
 

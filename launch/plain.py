@@ -1,22 +1,22 @@
 """The same program without this project: a plain loop in the place of Elastic.
 
 Forward, backward, clip, step, in one process. What the project does to a program alike in each of its runs is
-seen by nothing else. Order of samples, seeds and arguments are taken as they are.
+seen by nothing else. Order of samples, seeds, modes and arguments are taken as they are.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
-from common.data import Batch
+from common.data import batches
 from common.device import gpus
 from common.sampler import ElasticSampler, seed
-from common.training.evaluate import evaluate
+from common.training.modes import Modes
 from common.training.optimizer import groups_of, learning_rate, turns_of
 from common.training.progress import Progress
 from common.training.replicas import Called
 from common.training.step import placed
-from common.training.tasks import JUDGE, Task
 from common.world import World
 from launch.rehearsed import Watched
 
@@ -25,60 +25,55 @@ class Plain(Watched):
     """Has what a loop needs of Elastic."""
 
     stepped = True
+    in_batch = False
+    gradient = None
     heartbeat = 0
 
     def __enter__(self):
         if not self.opts:
             self._read_arguments()
-        self.shrink()
         self.cut()
         self.device = (*gpus(), torch.device("cpu"))[0]
         self.world = World(0, 1, 0, 1, (self.device,), "plain")
         self.parts = turns_of(self.optimizer)
         self.progress = Progress(self.opts, len(self.data.train), len(self.parts), self.shuffled)
         self.model = Called(self.net.to(self.device), self)  # casts, as --amp says
-        if not any(module.training for module in self.net.modules()):
-            self.net.train()
-        self.still = [module for module in self.net.modules() if not module.training]
-        self.train()
+        self.modes = Modes(self.net)
+        self.state = self  # of an evaluation
         self.tell()
         return self
 
     def __exit__(self, *error):
-        self.note()
+        pass
+
+    def _end_step(self):
+        pass
 
     def named(self):
         return self.net.state_dict()
-
-    def train(self):
-        self.net.train()
-        for module in self.still:
-            module.training = False
 
     @contextmanager
     def evaluating(self):
         self.net.eval()
         yield
-        self.train()
+        self.modes.train()
 
     def epochs(self):
         while not self.progress.finished:
-            yield self.watched(self.batches())
+            yield self.batches()
             self.progress.end_epoch()
 
     def batches(self):
-        opts = self.opts
+        opts = replace(self.opts, micro_batch_size=0, virtual_ranks=0)
         progress = self.progress
-        samples = self.data.train
-        order = ElasticSampler(samples, opts.global_batch_size, seed=progress.order[1])
+        order = ElasticSampler(self.data.train, opts.global_batch_size, seed=progress.order[1])
         order.set_epoch(progress.epoch, progress.position)
-        if samples.set_epoch:
-            samples.set_epoch(progress.epoch)
-        for ids in order:
-            data = samples.fetch(ids, progress.epoch, opts.augment != "none")
+        for batch in batches(self.data.train, order, opts):
+            parts = [(batch.ids, placed(batch.data, self.device, opts))]
             for _ in self.parts:
                 seed(opts.seed, "step", progress.step - progress.turn, 0)
-                yield Batch([(ids, placed(data, self.device, opts))], len(ids))
+                yield batch._replace(parts=parts)
+                self.note()
 
     def step(self, loss, count=None):
         opts = self.opts
@@ -99,20 +94,11 @@ class Plain(Watched):
         part.step()
         self.net.zero_grad()
         progress.count(opts.global_batch_size)
-        self.write(step=progress.step, row={"loss": mean.item()})
-
-    def evaluate(self, judge):
-        if not isinstance(judge, Task):
-            judge = Task(lambda _, data, own=judge: own(Batch([([], data)], 0)), [], spec=JUDGE)
-        return evaluate(self.model, self.data.test, self, self.world, judge)
-
-    def mean(self, value, count=None):
-        return float(value)
-
-    def gather(self, tensor):
-        return tensor.detach()
+        progress.record = {"step": progress.step, "loss": mean.item()}
 
     def report(self, **metrics):
         row = {f"val_{name.removeprefix('val_')}": value for name, value in metrics.items()}
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
         self.progress.evaluated = {"step": self.progress.step}
-        self.write(step=self.progress.step, row={} if self.opts.ema_decay else row)
+        if not self.opts.ema_decay:
+            self.note_row(self.progress.evaluated | numbers)

@@ -10,7 +10,7 @@ and without this project, as a plain loop. Exit code 0: every comparison held, n
 2: a run was refused. What begins after step 20 is not seen, nor what is wrong in a plain loop, too.
 """
 
-import json
+import atexit
 import os
 import pickle
 import re
@@ -18,7 +18,9 @@ import shutil
 import socket
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,35 +28,36 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 
-from common.errors import UserError, run_command, say  # noqa: E402
+from common import errors  # noqa: E402
+from common.errors import UserError, say  # noqa: E402
 from common.extras.rehearsed import note_rehearsal  # noqa: E402
 from common.options import parse_options  # noqa: E402
 from common.options.user import imports_of  # noqa: E402
 from common.place import MEETING, die_with_the_parent  # noqa: E402
-from launch.command import read_command  # noqa: E402
+from launch.command import NPROC, run_tool  # noqa: E402
 
-FORK = get_context("fork").Process
+FORK = get_context("fork")
 KILL_STEP = 11  # of two processes
 MOST_PROCESSES = 3
 RUNS = {  # the lives of each run, until one ends well: (processes, what they do)
     "whole": [(1, {})],
     "again": [(1, {})],
     "killed": [(1, {"kill": 6, "save_every": 5}), (1, {"stop": 8}), (1, {"die": 15}), (1, {})],
-    "rounded": [(1, {"ulp": 1})],
-    "reversed": [(1, {"reverse": 1})],
     "processes": [(2, {"kill": KILL_STEP}), (MOST_PROCESSES, {})],
+    "rounded": [(1, {"ulp": 1})],
+    "reversed": [(1, {"reverse": 1})],  # the samples of each batch
     "plain": [(1, {"plain": 1})],
 }
-COMPARED = ("whole", "rounded", "reversed", "plain", "processes")
-SURVIVES = {"kill", "stop", "die"}  # what another life follows on
+COMPARED = ("whole", "processes", "rounded", "reversed", "plain")
 DONE = (
     "rehearsed: 20 steps, 4 evaluations; killed three times with the same bits, as in a plain loop,\n"
-    "           {}"
+    "           up to {} processes {}"
 )
 DRAWS = "it draws: by other numbers of processes the draws are others; compared in silence"
 NORMS = "BatchNorm sees the samples of one process, as under DDP: weights depend on the number of processes"
+NO_STEP = "the script made no step\nit has no Elastic, or leaves its loop at once\nrehearse one that trains"
 FAMILIES = {  # what is told: fact, cause, way out
-    "refused": "{error}",
+    "refused": "{gap}",
     "random": "the program is not deterministic: step {gap.step}, {gap}\n"
     "something is not seeded\n"
     "seed it before the net is made",
@@ -64,21 +67,21 @@ FAMILIES = {  # what is told: fact, cause, way out
     "ranks": "two processes hold other weights from step {gap.step} on: {gap.name}\n"
     "something is drawn or changed on each by itself, maybe between `with Elastic` and `for`\n"
     "seed it, or do it before Elastic",
-    "cut": "two processes part from one in step {gap.step}: {gap}\n"
+    "cut": "cut over processes or in pieces, step {gap.step} is another one: {gap}\n"
     "the loss or a hook depends on which samples are together\n"
     "give run.step a mean over samples, or a sum and its count; clip by clip_grad_norm; or --accept cut",
     "evaluation": "an evaluation changes the training: step {gap.step}, {gap}\n"
-    "net.eval() or a judge changes what trains, and net.train() does not undo it\n"
-    "leave weights and buffers alone there, or turn merging off",
+    "net.eval() or a judge changes buffers or weights; a plain loop keeps that, here it is put back\n"
+    "leave them alone there, or turn merging off",
     "plain": "in a plain loop step {gap.step} is another one: {gap}\n"
     "the same net, optimizer, samples and loss without this project; one process, no kill\n"
-    "inputs of float64? a state that begins with the gradient? report it, if it is none",
+    "a sparse gradient, which is dense here? a state that begins with the gradient? else report it",
 }
 
 
 def main(arguments):
-    args = read_command(__doc__, arguments, accept=("", "cut: the weights may depend on how a batch is cut"))
-    return run_command(lambda: rehearse_command(args))
+    accept = ("", "cut: the weights may depend on how a batch is cut")
+    return run_tool(rehearse_command, __doc__, arguments, accept=accept)
 
 
 def rehearse_command(args):
@@ -103,19 +106,15 @@ def script_of(command):
         if path.suffix == ".py" and path.is_file() and path.parent != ROOT / "launch":
             return command[i:]
     if command[0].endswith("local.sh"):
-        flags = re.sub("--nproc[=\0][0-9]+\0?", "", "\0".join(command[1:])).split("\0")
+        flags = re.sub(f"{NPROC}\0?", "", "\0".join(command[1:])).split("\0")
         return [str(ROOT / "train_ddp.py"), *filter(None, flags)]
     raise UserError(f"{' '.join(command)}: there is no script\nname a file that ends in .py, then its flags")
 
 
 def import_what_it_needs(script):
     """Libraries that it imports, and data of this project: each process then begins with them."""
-    for name in MEETING:
-        os.environ.pop(name, None)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # other threads do not survive a fork
     path = Path(script[0]).resolve()
-    sys.path.insert(0, str(path.parent))
-    sys.path.insert(0, str(ROOT))
     options = {}
     if b"parse_options" in path.read_bytes():
         sys.argv = script
@@ -123,7 +122,7 @@ def import_what_it_needs(script):
     from common.device import gpus
     from launch.worker import preload
 
-    preload(str(path), "common.elastic", options)
+    preload(str(path), "launch.plain", options)
     # counting GPUs must not touch CUDA in a process that forks
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if len(gpus()) < MOST_PROCESSES:
@@ -137,145 +136,139 @@ def import_what_it_needs(script):
 # ---- what runs, and what it says ----
 def rehearse(script, folder, accept=""):
     """({family: what is told}, notes, the key of this program)"""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), FORK, die_with_the_parent) as pool:
+        run = partial(runs_of, pool, script, folder)
+        whole = run(["whole"])["whole"]
+        if whole.error or not whole.steps:
+            return {"refused": whole.error or NO_STEP}, [], ""
+        found, notes, done = judged(whole, run)
+    alarms = {family: FAMILIES[family].format(gap=gap) for family, gap in found.items()}
+    if accept in alarms:
+        notes.append(f"accepted: {alarms.pop(accept)}")
+    notes = [f"note: {text}" for text in notes]
+    return alarms, notes if alarms else [done, *notes], whole.facts["key"]
+
+
+def runs_of(pool, script, folder, names, most=1, **change):
+    """{name: Run}, as many at once as there are cores."""
+    lives = [[(min(size, most), does | change) for size, does in RUNS[name]] for name in names]
+    folders = [folder / name for name in names]
+    return dict(zip(names, pool.map(run_of, [script] * len(names), folders, lives), strict=True))
+
+
+def judged(whole, run):
+    """({family: where it shows}, notes, what is said of a right one)"""
     from launch.compare import LIMIT, Noise
 
-    most = MOST_PROCESSES
-
-    def run(names, **change):
-        """{name: Run}, as many at once as there are cores."""
-        forks = []
-        cores = len(os.sched_getaffinity(0))
-        for number, name in enumerate(names):
-            lives = [(min(size, most), does | change) for size, does in RUNS[name]]
-            forks.append(FORK(target=note_run, args=(script, folder / name, lives)))
-            if number >= cores:
-                forks[number - cores].join()
-            forks[-1].start()
-        for fork in forks:
-            fork.join()
-        return {name: pickle.loads((folder / f"{name}/run.pickle").read_bytes()) for name in names}
-
-    alarms = {}
-    notes = []
-
-    def alarm(family, gap=None, error=""):
-        alarms[family] = FAMILIES[family].format(gap=gap, error=error)
-
-    whole = run(["whole"])["whole"]
-    if whole.error:
-        alarm("refused", error=whole.error)
-        return alarms, notes, ""
-    slices = whole.facts["slices"]
-    most = 1 if whole.facts["script"] == "dp" else slices or most
-    runs = {"whole": whole} | run(["again", "killed", "processes"])
-    processes = runs["processes"]
-    change = {"virtual_ranks": 0} if slices else {}  # as in a plain loop
-    runs |= run([name for name in COMPARED if slices or name not in runs], **change)
-    noise = Noise(runs["whole"], runs["rounded"], runs["reversed"])
-
+    opts = whole.facts["opts"]
+    most = 1 if opts.script == "dp" else opts.virtual_ranks or MOST_PROCESSES
+    runs = {"whole": whole} | run(["again", "killed", "processes"], most)
+    killed, processes = runs["killed"], runs["processes"]
     again = whole.differs(runs["again"])
     if again and again.off > LIMIT * again.noise:
-        alarm("random", again)
-        return alarms, notes, ""
-    lost = (noise.far if again else whole.differs)(runs["killed"])
-    if lost and not runs["killed"].error:
-        alarm("memory", lost)
+        return {"random": again}, [], ""
+    found = {}
+    notes = []
+    lost = (Noise(whole, runs["again"]).far if again else whole.differs)(killed)
+    if lost and not killed.error:
+        found["memory"] = lost
 
-    nearest, measured = noise, runs  # those of the pass that counts
-    names = ["plain"] if slices else ["plain", "processes"]
-    gaps = {name: noise.far(runs[name]) for name in names}
-    if Noise(runs["whole"], runs["rounded"]).far(runs["reversed"]):
+    change = {}
+    runs |= run(["rounded", "reversed", "plain"])
+    noise, order_matters = noise_of(runs)
+    if order_matters:  # because it draws, or else in itself
         change["quiet"] = 1
-        measured = run(COMPARED, **change)
-        nearest = Noise(measured["whole"], measured["rounded"])
-        if not nearest.far(measured["reversed"]):  # else the order of a batch matters by itself
-            notes += [] if slices else [DRAWS]
-            nearest = Noise(measured["whole"], measured["rounded"], measured["reversed"])
-        gaps = {name: gaps[name] or nearest.far(measured[name]) for name in gaps}
-    if whole.facts["norms"] and gaps.get("processes"):
-        notes.append(NORMS)
-        measured = run(COMPARED, freeze=1, **change)
-        nearest = Noise(measured["whole"], measured["rounded"], measured["reversed"])
-        gaps["processes"] = nearest.far(measured["processes"])
-        if whole.facts["pieces"]:
-            gaps["plain"] = nearest.far(measured["plain"])
+        runs = run(COMPARED, most, **change)
+        noise, order_matters = noise_of(runs)
+        if not order_matters and not opts.virtual_ranks:
+            notes.append(DRAWS)
+    in_pieces = opts.micro_batch_size or opts.virtual_ranks
+    cut = noise.far(runs["processes"])
+    plain = noise.far(runs["plain"])
+    if whole.facts["norms"] and (cut or in_pieces):
+        if cut:
+            notes.append(NORMS)
+        runs = run(COMPARED, most, freeze=1, **change)
+        noise, _ = noise_of(runs)
+        cut = noise.far(runs["processes"])
+        if in_pieces:
+            plain = noise.far(runs["plain"])
+    if opts.virtual_ranks:
+        cut = whole.differs(processes)
     if noise.loud() < max(noise.grown):
         notes.append(f"one ulp grows to 1 % of a weight by step {noise.loud()}: compared up to there")
 
-    gap = whole.differs(processes) if slices else gaps["processes"]
     if processes.unlike:
-        alarm("ranks", processes.unlike)
-    elif gap and not processes.error and not (lost and gap.step >= KILL_STEP):
-        alarm("cut", gap)
-    gap = gaps["plain"]
+        found["ranks"] = processes.unlike
+    elif cut and not processes.error and not (lost and cut.step >= KILL_STEP):
+        found["cut"] = cut
     if runs["plain"].error:
         notes.append(f"not compared with a plain loop: {runs['plain'].error}")
-    elif gap:
-        alarm("evaluation" if gap.step == whole.facts["epoch"] + 1 else "plain", gap)
-    for error in filter(None, [runs["killed"].error, processes.error]):
-        alarm("refused", error=error)
-    accepted = alarms.pop(accept, "")
-    if accepted:
-        notes.append(f"accepted: {accepted.splitlines()[0]}")
-    if not alarms:
-        ratio = max((ratio for ratio, _ in nearest.gaps(measured["processes"])), default=0.0)
-        near = "with the same bits" if slices else f"within {ratio:.1f} x rounding"
-        near = f"two and three processes {near}" if most > 1 else "train_dp.py has one process"
-        notes = [DONE.format(near), *(f"note: {text}" for text in notes)]
-    return alarms, notes, whole.facts["key"]
+    elif plain and in_pieces:
+        found.setdefault("cut", plain)
+    elif plain:
+        found["evaluation" if plain.step == whole.facts["epoch"] + 1 else "plain"] = plain
+    for error in filter(None, [killed.error, processes.error]):
+        found["refused"] = error
+    near = "with the same bits" if opts.virtual_ranks else "within rounding"
+    return found, notes, DONE.format(most, near)
+
+
+def noise_of(runs):
+    """The Noise of a program, and whether more than rounding follows from the order within a batch."""
+    from launch.compare import Noise
+
+    noise = Noise(runs["whole"], runs["rounded"])
+    if noise.far(runs["reversed"]):
+        return noise, True
+    return Noise(runs["whole"], runs["rounded"], runs["reversed"]), False
 
 
 # ---- the processes of a run ----
-def note_run(script, folder, lives):
-    """Writes down the Run of some lives."""
-    import torch
+def run_of(script, folder, lives):
+    """The Run of some lives."""
+    from launch.compare import Gap, Run
 
-    from launch.compare import ROW, Gap, Run, sketch_of
-    from launch.rehearsed import live
-
-    die_with_the_parent()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     run = Run()
-    rows = []
-    for number, (size, does) in enumerate(lives):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        forks = []
-        for rank in range(size):
-            place = [rank, size, rank, size, "127.0.0.1", port]
-            environment = dict(zip(MEETING, map(str, place), strict=True))
-            forks.append(FORK(target=live, args=(script, environment, folder, number, does)))
-            forks[-1].start()
-        for fork in forks:
-            fork.join()
-        codes = [fork.exitcode for fork in forks]
+    for size, does in lives:
+        codes = codes_of(script, folder, size, does)
         steps = {}
+        said = ""
         for rank in range(size):
-            for facts in noted(folder / f"notes {number} {rank}"):
-                if "row" in facts:
-                    rows.append(facts["row"] | {"step": facts["step"]})
-                elif "named" not in facts:
+            said += (folder / f"said {rank}").read_text()
+            for facts in noted(folder / f"notes {rank}"):
+                if "named" not in facts:
                     run.facts = facts
-                else:
-                    known = steps.setdefault(facts["step"], facts["named"])
-                    for name, sketch in facts["named"].items():
-                        if not run.unlike and known.get(name, sketch).bits != sketch.bits:
-                            run.unlike = Gap(facts["step"], name)
+                    continue
+                known = steps.setdefault(facts["step"], {})
+                if rank == 0:
+                    known |= facts["named"]
+                for name, sketch in facts["named"].items():
+                    if not run.unlike and known.get(name, sketch).bits != sketch.bits:
+                        run.unlike = Gap(facts["step"], name)
         run.steps |= steps
-        said = "".join((folder / f"said {number} {rank}").read_text() for rank in range(size))
-        said = said.rpartition("error: ")[2] if "error: " in said else said[-200:]
-        run.error = "\n".join(line.strip() for line in said.splitlines()[:3]) if any(codes) else ""
-        if not any(codes) or not SURVIVES & does.keys() or any(1 < code < 8 for code in codes):
+        told = said.rpartition("error: ")[2][-2000:].splitlines()[:3]
+        run.error = "\n".join(map(str.strip, told)) if any(codes) else ""
+        if not any(codes) or any(1 < code < 8 for code in codes):
             break
-    with suppress(OSError):
-        rows += map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, (int, float)) and name != "time" and row["step"] in run.steps:
-                number = torch.tensor([value], dtype=torch.float64)
-                run.steps[row["step"]][ROW + name] = sketch_of(number, 2e-7)
-    (folder / "run.pickle").write_bytes(pickle.dumps(run))
+    return run
+
+
+def codes_of(script, folder, size, does):
+    """The exit codes of the processes of one life."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    forks = []
+    for rank in range(size):
+        place = [rank, size, rank, size, "127.0.0.1", port]
+        environment = dict(zip(MEETING, map(str, place), strict=True))
+        forks.append(FORK.Process(target=live, args=(script, environment, folder, does)))
+        forks[-1].start()
+    for fork in forks:
+        fork.join()
+    return [fork.exitcode for fork in forks]
 
 
 def noted(path):
@@ -283,6 +276,40 @@ def noted(path):
     with suppress(EOFError, pickle.UnpicklingError), open(path, "rb") as file:
         while True:
             yield pickle.load(file)
+
+
+def live(script, environment, folder, does):
+    """A process from its fork to its end: Watched, or Plain, stands in the place of Elastic."""
+    from torch import nn
+
+    import common.elastic
+    from common.sampler import ElasticSampler
+    from launch.plain import Plain
+    from launch.rehearsed import Watched
+    from launch.worker import work
+
+    atexit._clear()
+    errors.OTHER_RANKS_SECONDS = 0.0  # no agent ends them
+    rank = environment["RANK"]
+    sys.stdout = sys.stderr = open(folder / f"said {rank}", "w", buffering=1)
+    Watched.does = does | {"run_dir": folder / "run"}
+    Watched.notes = open(folder / f"notes {rank}", "wb")
+    common.elastic.begin = begin
+    common.elastic.Elastic = Plain if "plain" in does else Watched
+    if "reverse" in does:
+        inner = ElasticSampler.__iter__
+        ElasticSampler.__iter__ = lambda order: (ids[::-1] for ids in inner(order))
+    if "freeze" in does:
+        nn.modules.batchnorm._BatchNorm.train = lambda norm, mode=True: nn.Module.train(norm, False)
+    work(script, environment, [])
+
+
+def begin(opts):
+    """Takes the place of the scripts' own, which looks whether the user's run is complete."""
+    from common.elastic import pin
+
+    pin(opts)
+    return True
 
 
 if __name__ == "__main__":

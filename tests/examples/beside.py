@@ -1,9 +1,9 @@
 """A job of this folder beside its plain loop: in one process; in two, of which one is killed, and then three.
 
 A job is a file. `made` returns what Elastic is given; `plain` is the loop as everybody writes it, `mine` the
-same over `run`: those here, of a `loss_of`, or its own. They get what the loop remembers, by name. A job that
-draws, or normalises batches, is BITWISE: a kill and other worlds change no bit of its run; its plain loop is
-that of one process.
+same over `run`: those here, of a `loss_of` and, if it evaluates, of a `judge`; or its own. They get what the
+loop remembers, by name. A job that draws, or normalises batches, is BITWISE: a kill and other worlds change
+no bit of its run; its plain loop is that of one process.
 """
 
 import difflib
@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from program import SLICES, differences, trained
+import torch.nn.functional as F
+from program import SLICES, Part, differences, trained
+from torch import nn
 from torch.utils.data import default_collate
 
 from common.checkpoint import weights_of
@@ -36,15 +38,25 @@ def labelled(count, *shape):
     return [(x, x.flatten()[:3].argmax()) for x in numbers(count, *shape)]
 
 
+def classifier():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def actor_and_critic():
+    """(logarithms of what to do, what it is worth) of the state of a pole."""
+
+    def forward(net, state):
+        seen = net.body(state).tanh()
+        return net.actor(seen).log_softmax(1), net.critic(seen)[:, 0]
+
+    return Part(forward, body=nn.Linear(4, 8), actor=nn.Linear(8, 2), critic=nn.Linear(8, 1))
+
+
 def pole(state, action):
     """The next states of some poles on carts: place, speed, angle, spin."""
     x, speed, angle, spin = state.unbind(-1)
     push = action * 2.0 - 1
     return torch.stack([x + speed / 9, speed + push / 9, angle + spin / 9, spin + angle / 3 - push / 5], -1)
-
-
-def judge(run):
-    return lambda batch: {"acc": ((run.model(batch.x).argmax(1) == batch.y).sum(), len(batch.y))}
 
 
 # ---- the usual loop, and in Elastic -----------------------------------------------------------------
@@ -61,6 +73,23 @@ def mine(run, loss_of):
     for batch in run:
         loss = loss_of(run.model, batch.data)
         run.step(loss)
+
+
+def evaluated(run, loss_of, judge):
+    for epoch in run.epochs():
+        for batch in epoch:
+            loss = loss_of(run.model, batch.data)
+            run.step(loss)
+        run.report(**run.evaluate(lambda batch: judge(run, batch)))
+
+
+def class_loss(net, batch):
+    x, y = batch
+    return F.cross_entropy(net(x), y)
+
+
+def accuracy(run, batch):
+    return {"acc": ((run.model(batch.x).argmax(1) == batch.y).sum(), len(batch.y))}
 
 
 # ---- the plain loop's data --------------------------------------------------------------------------
@@ -105,9 +134,11 @@ class Job:
 
     def __init__(self, name):
         self.code = importlib.import_module(name)
-        usual = {"loss_of": getattr(self.code, "loss_of", None)}
-        self.plain_loop = getattr(self.code, "plain", partial(plain, **usual))
-        self.my_loop = getattr(self.code, "mine", partial(mine, **usual))
+        loss_of = getattr(self.code, "loss_of", class_loss)
+        judge = getattr(self.code, "judge", None)
+        usual = partial(evaluated, judge=judge) if judge else mine
+        self.plain_loop = getattr(self.code, "plain", partial(plain, loss_of=loss_of))
+        self.my_loop = getattr(self.code, "mine", partial(usual, loss_of=loss_of))
         self.runs = getattr(self.code, "RUNS", 1)  # one after another
         self.flags = {}
 
@@ -151,10 +182,9 @@ class Job:
 
     def row(self):
         """For tests/README.md."""
-        loops = [getattr(self.code, loop.__name__, loop) for loop in (plain, mine)]
-        lines = list(
-            difflib.ndiff(*(inspect.getsource(loop).replace("  ", "").split("\n") for loop in loops))
-        )
+        loops = [getattr(loop, "func", loop) for loop in (self.plain_loop, self.my_loop)]
+        sources = [inspect.getsource(loop).replace("  ", "").split("\n") for loop in loops]
+        lines = list(difflib.ndiff(*sources))
         came, went = (sum(line.startswith(sign) for line in lines) for sign in "+-")
         same = "bits" if getattr(self.code, "BITWISE", False) else "rounding"
         return f"| {self.code.__name__}: {self.code.__doc__.rstrip('.')} | +{came} -{went} | {same} |"

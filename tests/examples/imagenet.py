@@ -35,13 +35,6 @@ def plain(net, optimizer, epochs):
             scheduler.step()
 
 
-def mine(run):
-    def judge(batch):
-        best = run.model(batch.x).topk(2).indices
-        return {"acc2": ((best == batch.y[:, None]).sum(), len(best))}
-
-    for epoch in run.epochs():
-        for batch in epoch:
-            loss = F.cross_entropy(run.model(batch.x), batch.y)
-            run.step(loss)
-        run.report(**run.evaluate(judge))
+def judge(run, batch):
+    best = run.model(batch.x).topk(2).indices
+    return {"acc2": ((best == batch.y[:, None]).sum(), len(best))}

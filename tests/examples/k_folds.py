@@ -1,6 +1,5 @@
 """Three runs in one script, one after another."""
 
-import torch.nn.functional as F
 from beside import labelled
 from torch import nn, optim
 
@@ -17,8 +16,3 @@ def made(before):
         "dataset": [sample for i, sample in enumerate(ALL) if i % 3 != fold],
         "test_set": ALL[fold::3],
     }
-
-
-def loss_of(net, batch):
-    x, y = batch
-    return F.cross_entropy(net(x), y)

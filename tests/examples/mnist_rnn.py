@@ -1,6 +1,5 @@
 """An LSTM over the rows of a picture, and BatchNorm."""
 
-import torch.nn.functional as F
 from beside import labelled
 from program import Part
 from torch import nn, optim
@@ -15,8 +14,3 @@ def made():
 
     net = Part(forward, lstm=nn.LSTM(4, 8, batch_first=True), norm=nn.BatchNorm1d(8), head=nn.Linear(8, 3))
     return {"net": net, "optimizer": optim.Adam(net.parameters(), 0.01), "dataset": labelled(48, 4, 4)}
-
-
-def loss_of(net, batch):
-    x, y = batch
-    return F.cross_entropy(net(x), y)

@@ -1,17 +1,13 @@
 """Environments and what was played in them are remembered, and trained on in several epochs."""
 
 import torch
-from beside import numbers, pole
-from program import Held, Part
-from torch import nn, optim
+from beside import actor_and_critic, numbers, pole
+from program import Held
+from torch import optim
 
 
 def made():
-    def forward(net, state):
-        seen = net.body(state).tanh()
-        return net.actor(seen).log_softmax(1), net.critic(seen)[:, 0]
-
-    net = Part(forward, body=nn.Linear(4, 8), actor=nn.Linear(8, 2), critic=nn.Linear(8, 1))
+    net = actor_and_critic()
     rollout = Held(now=numbers(12, 4) / 9)
     play(net, rollout, 0)
     return {

@@ -1,8 +1,8 @@
 """Inputs of layers in eight bits, within what an observer has seen: it looks on in an evaluation, too."""
 
 import torch
-import torch.nn.functional as F
-from beside import judge, labelled
+from beside import accuracy as judge  # noqa: F401
+from beside import labelled
 from torch import nn, optim
 
 BITWISE = True
@@ -23,20 +23,3 @@ class Quantized(nn.Linear):
 def made():
     net = nn.Sequential(Quantized(6, 8), nn.ReLU(), Quantized(8, 3))
     return {"net": net, "optimizer": optim.Adam(net.parameters(), 0.01), "dataset": labelled(48, 6)}
-
-
-def plain(net, optimizer, epochs):
-    for epoch in epochs:
-        for x, y in epoch:
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def mine(run):
-    for epoch in run.epochs():
-        for batch in epoch:
-            loss = F.cross_entropy(run.model(batch.x), batch.y)
-            run.step(loss)
-        run.report(**run.evaluate(judge(run)))

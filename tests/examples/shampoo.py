@@ -1,9 +1,8 @@
 """An optimizer with a list of matrices for each weight, inverted every other step."""
 
 import torch
-import torch.nn.functional as F
-from beside import labelled
-from torch import nn, optim
+from beside import classifier, labelled
+from torch import optim
 
 
 class Shampoo(optim.Optimizer):
@@ -29,10 +28,5 @@ class Shampoo(optim.Optimizer):
 
 
 def made():
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    net = classifier()
     return {"net": net, "optimizer": Shampoo(net.parameters(), 0.1), "dataset": labelled(48, 6)}
-
-
-def loss_of(net, batch):
-    x, y = batch
-    return F.cross_entropy(net(x), y)

@@ -7,7 +7,7 @@ from program import loop, script
 from test_programs import check, rows_by
 
 pytestmark = needs(1)
-OF_A_CPU = {"Arcface"}
+OF_A_CPU = {"Arcface", "Auc", "Averages", "Bank", "Distill", "Unlabelled", "UnlabelledLate"}
 
 
 @pytest.mark.parametrize(("program", "door"), rows_by(script, loop))

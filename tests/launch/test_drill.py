@@ -1,8 +1,10 @@
 """launch/drill.py disturbs a command as it says, and judges what it finds."""
 
+import signal
 import sys
 
-from jobs import PACED, ROOT, lives
+import pytest
+from jobs import PACED, ROOT, STEPS, lives, reached, until
 
 DRILL = ROOT / "launch/drill.py"
 TRAIN = (sys.executable, ROOT / "launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py", *PACED)
@@ -27,3 +29,14 @@ def test_a_drill_that_cannot_strike_says_so(jobs, tmp_path):
     assert "broken: 5 faults have not struck: the run is too short" in said
     (tmp_path / "fails.py").write_text("raise SystemExit(7)\n")
     assert "ended with code 7" in jobs.start(DRILL, sys.executable, tmp_path / "fails.py").ends_with(2)
+
+
+@pytest.mark.parametrize("name, pace", [("run", 0.5), ("run-undisturbed", 0.1)])
+def test_a_drill_that_is_told_to_stop_ends_what_it_has_started(name, pace, jobs, tmp_path):
+    run = tmp_path / "run"
+    drill = jobs.start(DRILL, *TRAIN, "--run-dir", run, PACE=str(pace))
+    until(lambda: lives(tmp_path / name) and reached(run), f"a step of {run} beside {name}")
+    drill.kill(signal.SIGTERM)
+    assert drill.wait() == 143, drill.output
+    until(lambda: not jobs.alive(), "the end of all that it has started", 20)
+    assert 0 < reached(run) < STEPS

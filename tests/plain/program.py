@@ -86,9 +86,14 @@ class Program:
     breaks = False  # the loop over batches is left at the end of each epoch
     late = False  # killed behind the change that the loop makes after a step of this number
     red = ""  # the finding that it waits for
+    family = ""  # as which launch/rehearse.py tells it; then numbers are compared in one process at most
+    notes = ""  # what the rehearsal notes
+    accept = ""
+    script = "train_ddp.py"
+    count = SAMPLES
 
     def __init_subclass__(cls):
-        Program.rows.append(cls)
+        cls.rows.append(cls)
 
     # ---- what a user writes -------------------------------------------------------------------------
     def net(self):
@@ -125,7 +130,11 @@ class Program:
     def after(self, net, optimizer, step):
         """What the loop does after a step."""
 
+    def begin(self, run):
+        """Between `with` and `for`."""
+
     def loop(self, run):
+        self.begin(run)
         for epoch in run.epochs():
             for batch in epoch:
                 self.step(run, batch)
@@ -173,7 +182,7 @@ class Program:
 
     def sets(self):
         draws = torch.Generator().manual_seed(1)
-        sets = [self.samples(self.sample(draws) for _ in range(count)) for count in (SAMPLES, TESTED)]
+        sets = [self.samples(self.sample(draws) for _ in range(count)) for count in (self.count, TESTED)]
         for samples in sets:
             samples.collate = self.collate
         return sets
@@ -218,12 +227,20 @@ class Program:
         return []
 
 
+def mean_loss(net, batch):
+    return F.cross_entropy(net(batch.x), batch.y)
+
+
 # ---- the doors --------------------------------------------------------------------------------------
-def script(program, given, name="train_ddp.py"):
-    """As a person starts it."""
+def flags_of(program, given):
+    """As a person types them."""
     flags = given | {"lr": program.rate, "global_batch_size": BATCH} | program.only_script
     flags |= {flag: f"{FLAGS}:{flag}" for flag in program.own.split()}
-    sys.argv = [name, "--no-tensorboard", *(f"--{flag}={value}" for flag, value in flags.items())]
+    return [f"--{flag}={value}".rstrip("=") for flag, value in flags.items()]
+
+
+def script(program, given, name="train_ddp.py"):
+    sys.argv = [name, "--no-tensorboard", *flags_of(program, given)]
     runpy.run_path(str(ROOT / name), run_name="__main__")
 
 

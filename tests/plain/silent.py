@@ -113,6 +113,8 @@ class UnlabelledLate(Unlabelled):
 class Bank(Remembers):
     """Centres of the classes, in one process."""
 
+    family = "ranks"
+
     lives = (1, 4), (1, 0)
 
     def scores(self, out, y):
@@ -242,6 +244,8 @@ class FrozenNormByTrain(ModeFlag):
 
 class Qat(Program):
     """Observers, which see an evaluation, too; its own numbers follow from its batches."""
+
+    family = "cut"
 
     lives = (1, 4), (1, 0)
     evaluation = Program.nothing

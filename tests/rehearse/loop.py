@@ -1,5 +1,5 @@
-"""A loop of one's own: that of the program on the stage."""
+"""A loop of one's own: that of the program that this process runs."""
 
-import stage
+import program
 
-stage.now.main()
+program.loop(program.now, {"run_dir": "runs/mine", "epochs": 9} | program.now.flags)

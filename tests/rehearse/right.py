@@ -1,4 +1,4 @@
-"""Programs that are right, of which a rehearsal must say so."""
+"""Programs that are right, of which a rehearsal must say so; beside those of tests/plain."""
 
 import random
 from functools import partial
@@ -6,32 +6,24 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from stage import Program, Samples
+from program import Part, Samples, mean_loss
+from stage import Rehearsed
 from torch import nn
-from wrong import Part, mean_loss
 
 
-class Right(Program):
+class Right(Rehearsed):
     """A row without a family."""
-
-
-class Classifier(Right):
-    pass
-
-
-class ClassifierScript(Right):
-    door = "script"
-
-
-class DefaultTask(Right):
-    door = "script"
-    own = "model dataset optimizer"
 
 
 class Flat(Right):
     def loop(self, run):
         for batch in run:
             run.step(mean_loss(run.model, batch))
+
+
+class DefaultTask(Right):
+    doors = "script"
+    own = "model dataset optimizer"
 
 
 # ---- nets ----
@@ -43,7 +35,7 @@ class Drop(Right):
 
 
 class DropScript(Drop):
-    door = "script"
+    doors = "script"
 
 
 class Norm(Right):
@@ -55,7 +47,7 @@ class Norm(Right):
 
 
 class NormScript(Norm):
-    door = "script"
+    doors = "script"
 
 
 class DropAndNorm(Norm):
@@ -64,8 +56,10 @@ class DropAndNorm(Norm):
 
 
 class Convolutions(Norm):
-    rate = 1e-3
     count = 46
+    kind = torch.optim.AdamW
+    rate = 1e-3
+    arguments = {}
 
     def net(self):
         def part(a, b):
@@ -77,9 +71,6 @@ class Convolutions(Norm):
         x = torch.randn(1, 8, 8, generator=draws)
         return x, int(x[0, 0, :3].argmax())
 
-    def optimizer(self, net):
-        return torch.optim.AdamW(net.parameters(), self.rate)
-
 
 class LayerNorms(Right):
     def net(self):
@@ -87,22 +78,17 @@ class LayerNorms(Right):
 
 
 class Attention(Right):
+    kind = torch.optim.Adam
     rate = 1e-3
+    arguments = {}
 
     def net(self):
         layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-
-        def forward(net, x):
-            return net.head(net.layer(net.words(x)).mean(1))
-
-        return Part(forward, words=nn.Embedding(20, 8), layer=layer, head=nn.Linear(8, 3))
+        return nn.Sequential(nn.Embedding(20, 8), layer, nn.Flatten(), nn.Linear(40, 3))
 
     def sample(self, draws):
         words = torch.randint(20, (5,), generator=draws)
         return words, int(words[0] % 3)
-
-    def optimizer(self, net):
-        return torch.optim.Adam(net.parameters(), self.rate)
 
 
 class Recurrent(Attention):
@@ -110,9 +96,8 @@ class Recurrent(Attention):
         def forward(net, x):
             return net.head(net.cell(net.words(x))[0][:, -1])
 
-        return Part(
-            forward, words=nn.Embedding(20, 8), cell=nn.GRU(8, 8, batch_first=True), head=nn.Linear(8, 3)
-        )
+        cell = nn.GRU(8, 8, batch_first=True)
+        return Part(forward, words=nn.Embedding(20, 8), cell=cell, head=nn.Linear(8, 3))
 
 
 class Deep(Right):
@@ -129,37 +114,7 @@ class Chaotic(Right):
 
 class Heavy(Right):
     rate = 0.02
-
-    def optimizer(self, net):
-        return torch.optim.SGD(net.parameters(), self.rate, momentum=0.99)
-
-
-class Unusual(Right):
-    """Weights that are normalised, tied, complex."""
-
-    def net(self):
-        norms = nn.utils.parametrizations
-
-        def forward(net, x):
-            return net.head((net.inner(x).cfloat() @ net.turn).abs())
-
-        tied = norms.weight_norm(nn.Linear(8, 8))
-        head = nn.Sequential(tied, nn.Tanh(), tied, nn.Linear(8, 3))
-        turn = nn.Parameter(torch.eye(8, dtype=torch.cfloat) * (1 + 0.5j))
-        return Part(forward, inner=nn.Linear(6, 8), head=head, turn=turn)
-
-
-class FrozenBackbone(Right):
-    def net(self):
-        backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout())
-        return nn.Sequential(backbone.eval().requires_grad_(False), nn.Linear(8, 3))
-
-
-class HeadTrains(Right):
-    def net(self):
-        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3)).eval()
-        net[2].train()
-        return net
+    arguments = {"momentum": 0.99}
 
 
 class TwoCalls(Right):
@@ -186,79 +141,50 @@ class Large(Right):
 
 # ---- optimizers ----
 OPTIMIZERS = {
-    "Adam": partial(torch.optim.Adam, lr=1e-3),
-    "AdamW": partial(torch.optim.AdamW, lr=1e-3, amsgrad=True),
-    "Adamax": torch.optim.Adamax,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
-    "Adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
-    "Adadelta": torch.optim.Adadelta,
-    "Adafactor": torch.optim.Adafactor,
-    "Asgd": torch.optim.ASGD,
-    "Rprop": torch.optim.Rprop,
-    "Nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "Dampened": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "Adam": {},
+    "AdamW": {"amsgrad": True},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "Adadelta": {},
+    "Adafactor": {},
+    "ASGD": {},
+    "Rprop": {},
 }
-for name, kind in OPTIMIZERS.items():
-    type(
-        name,
-        (Right,),
-        {"optimizer": lambda self, net, kind=kind: kind(net.parameters()), "__module__": __name__},
-    )
+
+
+def row(name, base=Right, **facts):
+    type(name, (base,), facts | {"__module__": __name__})
+
+
+for name, arguments in OPTIMIZERS.items():
+    row(name, kind=getattr(torch.optim, name), rate=1e-3, arguments=arguments)
+row("Nesterov", arguments={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3})
+row("Dampened", arguments={"momentum": 0.9, "dampening": 0.5})
 
 
 class Muon(Right):
+    kind = torch.optim.Muon
+    rate = 0.01
+    arguments = {}
+
     def net(self):
         return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
 
-    def optimizer(self, net):
-        return torch.optim.Muon(net.parameters(), 0.01)
-
-
-class Lookahead(Right):
-    """Its slow weights are made in the first step, in the state."""
-
-    class kind(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self):
-            super().step()
-            for p in self.param_groups[0]["params"]:
-                state = self.state[p]
-                if "slow" not in state:
-                    state["slow"] = p.clone()
-                    state["count"] = torch.tensor(0)
-                state["count"] += 1
-                if state["count"] % 4 == 0:
-                    p.copy_(state["slow"].lerp_(p, 0.5))
-
-    def optimizer(self, net):
-        return self.kind(net.parameters(), self.rate, momentum=0.9)
-
 
 class TwoRates(Right):
+    slow = {"lr": 0.01}
+
     def optimizer(self, net):
-        groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[2].parameters()}]
+        groups = [{"params": net[0].parameters()} | self.slow, {"params": net[2].parameters()}]
         return torch.optim.SGD(groups, self.rate)
 
 
 class TwoRatesScript(TwoRates):
-    door = "script"
-
-    def optimizer(self, net):
-        groups = [{"params": net[0].parameters(), "scale": 0.1}, {"params": net[2].parameters()}]
-        return torch.optim.SGD(groups, self.rate)
-
-
-class ClippedInAHook(Right):
-    def optimizer(self, net):
-        optimizer = super().optimizer(net)
-
-        def clip(*_):
-            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-
-        optimizer.register_step_pre_hook(clip)
-        return optimizer
+    doors = "script"
+    slow = {"scale": 0.1}
 
 
 # ---- losses, data ----
@@ -270,23 +196,6 @@ class NoisyLoss(Right):
         run.step(F.cross_entropy(run.model(x), batch.y))
 
 
-class Slope(Right):
-    """A gradient of a gradient."""
-
-    def step(self, run, batch):
-        x = batch.x.requires_grad_()
-        loss = F.cross_entropy(run.model(x), batch.y, reduction="sum")
-        slope = torch.autograd.grad(loss, x, create_graph=True)[0]
-        run.step((loss + slope.square().sum()) / len(x))
-
-
-class Distilled(Right):
-    def step(self, run, batch):
-        out = run.model(batch.x)
-        soft = F.kl_div(F.log_softmax(out / 2, 1), F.softmax(-out.detach(), 1), reduction="batchmean")
-        run.step(0.7 * F.cross_entropy(out, batch.y) + 0.3 * soft)
-
-
 class SumAndCount(Right):
     def step(self, run, batch):
         loss = F.cross_entropy(run.model(batch.x), batch.y, reduction="none")
@@ -294,57 +203,15 @@ class SumAndCount(Right):
         run.step((weight * loss).sum(), count=weight.sum())
 
 
-class Regression(Right):
-    door = "script"
-    outputs = 1
-
-    def sample(self, draws):
-        x, _ = super().sample(draws)
-        return x, x[:1] + 5
-
-    def scores(self, out, y):
-        return {"loss": ((out - y).square().sum(), len(y))}
-
-
 class Matrix(Right):
     """A task with a table of whole numbers."""
 
-    door = "script"
+    doors = "script"
 
     def scores(self, out, y):
-        table = torch.zeros(3, 3, dtype=torch.int64).index_put_(
-            (y, out.argmax(1)), torch.tensor(1), accumulate=True
-        )
+        table = torch.zeros(3, 3, dtype=torch.int64)
+        table.index_put_((y, out.argmax(1)), torch.tensor(1), accumulate=True)
         return super().scores(out, y) | {"table": table}
-
-
-class Boxes(Right):
-    """Any number of boxes a sample."""
-
-    outputs = 6
-
-    def sample(self, draws):
-        x, count = super().sample(draws)
-        return x, {"boxes": x.expand(3, 6)[: count + 1]}
-
-    def collate(self, samples):
-        return [*zip(*samples, strict=True)]
-
-    def loss(self, net, batch):
-        x, targets = batch
-        errors = [row - y["boxes"] for row, y in zip(net(torch.stack(x)), targets, strict=True)]
-        return {"loss": (torch.cat(errors).abs().sum(), sum(map(len, errors)))}
-
-
-class Autoencoder(Right):
-    def net(self):
-        return nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6))
-
-    def sample(self, draws):
-        return super().sample(draws)[0]
-
-    def loss(self, net, batch):
-        return {"loss": (F.mse_loss(net(batch), batch, reduction="sum"), len(batch))}
 
 
 class Augmented(Right):
@@ -356,29 +223,6 @@ class Augmented(Right):
             return x + 0.1 * torch.randn(6) * random.random() * np.random.rand(), y
 
 
-class Curriculum(Right):
-    class samples(Samples):
-        epoch = 0
-
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x * (1 + self.epoch), y
-
-
-class Skips(Right):
-    flags = {"bad_samples": "skip"}
-    door = "script"
-
-    class samples(Samples):
-        def __getitem__(self, i):
-            if i % 5 == 3:
-                raise ValueError("unreadable")
-            return super().__getitem__(i)
-
-
 class Doubles(Right):
     def net(self):
         return super().net().double()
@@ -388,15 +232,39 @@ class Doubles(Right):
         return x.double(), y
 
 
-class DoublesConverted(Right):
+class DoublesConverted(DefaultTask):
     """float64 of a table, for a net of float32."""
-
-    door = "script"
-    own = "model dataset optimizer"
 
     def sample(self, draws):
         x, y = super().sample(draws)
         return x.double() / 3, y
+
+
+class LargeIds(DefaultTask):
+    """Numbers of users above 2**24 in a table of float64."""
+
+    def net(self):
+        def forward(net, x):
+            return net.head(net.words(x[:, 0].long() % 30) + x[:, 1:].float())
+
+        return Part(forward, words=nn.Embedding(30, 5), head=nn.Linear(5, 3))
+
+    def sample(self, draws):
+        x, y = super().sample(draws)
+        x = x.double()
+        x[0] = 2**24 + torch.randint(0, 1000, (), generator=draws).item()
+        return x, y
+
+
+class Milliseconds(DefaultTask):
+    """Differences of large numbers, made up here."""
+
+    def net(self):
+        return Part(lambda net, x: net.head((x[:, 1:] - x[:, :1]).float() / 10), head=nn.Linear(5, 3))
+
+    def sample(self, draws):
+        x, y = super().sample(draws)
+        return 1e8 + 10 * x.double(), y
 
 
 class Bytes(Right):
@@ -409,85 +277,18 @@ class Bytes(Right):
         return self.scores(net(x.float() / 9), y)
 
 
-class FewSamples(Right):
-    count = 7
-
-
-class OneSample(Right):
-    count = 1
+row("FewSamples", count=7)
+row("OneSample", count=1)
 
 
 # ---- what a loop does ----
-class Annealed(Right):
-    """A buffer that the loop changes."""
-
-    def net(self):
-        net = Part(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3))
-        net.register_buffer("heat", torch.tensor(2.0))
-        return net
-
-    def after(self, run):
-        run.net.heat *= 0.9
-
-
-class FollowingTeacher(Right):
-    def net(self):
-        teacher = nn.Linear(6, 3).requires_grad_(False)
-        return Part(lambda net, x: net.pupil(x) + net.teacher(x), pupil=nn.Linear(6, 3), teacher=teacher)
-
-    @torch.no_grad()
-    def after(self, run):
-        run.net.teacher.weight.lerp_(run.net.pupil.weight, 0.5)
-
-
-class Clamped(Right):
-    @torch.no_grad()
-    def after(self, run):
-        for p in run.net.parameters():
-            p.clamp_(-0.2, 0.2)
-
-
-class Counter:
-    n = 0
-
-    def state_dict(self):
-        return {"n": self.n}
-
-    def load_state_dict(self, state):
-        self.n = state["n"]
-
-
-class KeptCounter(Right):
-    def memory(self, net):
-        self.counter = Counter()
-        return {"counter": self.counter}
-
-    def step(self, run, batch):
-        run.step(F.cross_entropy(run.model(batch.x) / (1 + self.counter.n / 20), batch.y))
-
-    def after(self, run):
-        self.counter.n += 1
-
-
-class KeptAverage(Right):
-    def memory(self, net):
-        self.mean = torch.optim.swa_utils.AveragedModel(net)
-        return {"mean": self.mean}
-
-    def after(self, run):
-        self.mean.update_parameters(run.net)
-
-    def report(self, run):
-        run.report(**run.evaluate(lambda batch: self.loss(self.mean, batch.data)))
-
-
 class KeptPlateau(Right):
     def optimizer(self, net):
         optimizer = super().optimizer(net)
         self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3)
         return optimizer
 
-    def memory(self, net):
+    def memory(self, net, train):
         return {"plateau": self.plateau}
 
     def report(self, run):
@@ -503,23 +304,17 @@ class OfTheStep(Right):
         run.step(F.cross_entropy(run.model(batch.x) / (1 + run.progress.step / 20), batch.y))
 
 
-class Decays(Right):
-    """A setting that the loop changes."""
-
-    def after(self, run):
-        run.optimizer.param_groups[0]["weight_decay"] = 0.1 * (run.progress.step > 2)
-
-
 class Schedule(Right):
-    def main(self):
-        self.flags = {"schedule": lambda step, total: 1 - step / total}
-        super().main()
+    @property
+    def flags(self):
+        return {"schedule": lambda step, total: 1 - step / total}
 
 
 class Gan(Right):
     """Two optimizers take turns."""
 
     rate = 0.05
+    report = Right.nothing
 
     def net(self):
         return nn.ModuleDict({"D": nn.Linear(6, 1), "G": nn.Linear(6, 6)})
@@ -535,9 +330,6 @@ class Gan(Right):
         else:
             run.step(F.softplus(-run.net["D"](made)).mean())
 
-    def report(self, run):
-        pass
-
 
 class Leaves(Right):
     """The loop is left in each epoch, and goes on."""
@@ -548,16 +340,6 @@ class Leaves(Right):
                 self.step(run, batch)
                 if i == 2:
                     break
-
-
-class EvaluatesFirst(Right):
-    def step(self, run, batch):
-        loss = mean_loss(run.model, batch)
-        run.evaluate(lambda batch: self.values(run, batch))
-        run.step(loss)
-
-    def report(self, run):
-        pass
 
 
 class TwoForwardsInAJudge(Right):
@@ -573,7 +355,7 @@ class AcceptedCut(Right):
     """Who means it says so."""
 
     accept = "cut"
-    notes = "two processes part"
+    notes = "accepted: cut over processes"
 
     def step(self, run, batch):
         out = run.model(batch.x)
@@ -581,48 +363,23 @@ class AcceptedCut(Right):
 
 
 # ---- flags ----
-class Flags(Right):
-    door = "script"
-    own = "model dataset task"
-
-
+SGD = {"optimizer": "sgd"}
 FLAGS = {
-    "Cosine": {"lr_schedule": "cosine", "optimizer": "sgd"},
+    "Cosine": SGD | {"lr_schedule": "cosine"},
     "Warmup": {"warmup_epochs": 1, "optimizer": "adamw", "lr": 0.001},
-    "Steps": {"lr_schedule": "step", "optimizer": "sgd"},
-    "Clips": {"clip_grad_norm": 0.05, "optimizer": "sgd"},
-    "Averages": {"ema_decay": 0.9, "optimizer": "sgd"},
-    "Bf16": {"amp": "bf16", "optimizer": "sgd"},
-    "Pieces": {"micro_batch_size": 3, "optimizer": "sgd"},
+    "Steps": SGD | {"lr_schedule": "step"},
+    "Clips": SGD | {"clip_grad_norm": 0.05},
+    "Averaged": SGD | {"ema_decay": 0.9},
+    "Pieces": SGD | {"micro_batch_size": 3},
     "Slices": {"virtual_ranks": 4, "optimizer": "adam", "lr": 0.001},
-    "TwoSlices": {"virtual_ranks": 2, "optimizer": "sgd"},
+    "TwoSlices": SGD | {"virtual_ranks": 2},
     "Decay1d": {"weight_decay": 0.1, "no_decay_1d": "", "optimizer": "adamw", "lr": 0.001},
     "ByName": {"optimizer": "radam", "lr": 0.001},
 }
 for name, flags in FLAGS.items():
-    type(name, (Flags,), {"flags": flags, "__module__": __name__})
-
-
-class DropSlices(Drop):
-    notes = ""
-    flags = {"virtual_ranks": 4}
-    door = "script"
-
-
-class NormSlices(Norm):
-    notes = ""
-    flags = {"virtual_ranks": 4}
-    door = "script"
-    count = 44
-
-
-class TwoDevices(Right):
-    door = "script"
-    script = "train_dp.py"
-    flags = {"devices": "cpu,cpu"}
-
-
-class StagesOfOne(Right):
-    door = "script"
-    script = "train_mp.py"
-    flags = {"devices": "cpu,cpu"}
+    row(name, doors="script", own="model dataset task", only_script=flags)
+in_script = partial(row, doors="script", notes="")
+in_script("DropSlices", Drop, flags={"virtual_ranks": 4})
+in_script("NormSlices", Norm, flags={"virtual_ranks": 4})
+in_script("TwoDevices", script="train_dp.py", flags={"devices": "cpu,cpu"})
+in_script("StagesOfOne", script="train_mp.py", flags={"devices": "cpu,cpu"})

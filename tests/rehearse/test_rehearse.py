@@ -1,15 +1,17 @@
 """launch/rehearse.py tells wrong programs, each as what it is, and says of right ones that they are right.
 
-python -m pytest tests/rehearse -m long         # all of wrong.py and right.py
+python -m pytest tests/rehearse -m long         # all of wrong.py, right.py and tests/plain
 """
 
 import pytest
 import right
+import stage
+import test_programs
 import torch
 import torch._dynamo
 import wrong
 from jobs import ROOT
-from stage import HERE, Program, rehearsed, wrong_with
+from stage import LOOP, rehearsed, wrong_with
 
 import common.elastic  # noqa: F401  (what each process of a rehearsal is forked with)
 import common.models  # noqa: F401
@@ -18,19 +20,20 @@ from launch.command import read_command
 from launch.compare import Noise, Run, sketch_of
 from launch.rehearse import script_of
 
-KINDS = {row for row in Program.rows if row.__subclasses__()}  # no programs, but what several have in common
-KINDS -= {wrong.KlAnneal, wrong.SwaLoop, wrong.PostHook, wrong.OwnNorm, wrong.Stamps, wrong.LoraLoop}
-KINDS -= {right.Drop, right.Norm, right.Attention, right.TwoRates}
-ROWS = [row for row in Program.rows if row not in KINDS]
+KINDS = {  # no programs, but what several have in common
+    *(stage.Rehearsed, right.Right, wrong.Memory, wrong.Cut, wrong.MeanOverCount, wrong.Ranks, wrong.Moves),
+    *(wrong.Random, wrong.Refused, wrong.Unguarded),
+}
+ROWS = [row for row in test_programs.Program.rows + stage.Rehearsed.rows if row not in KINDS]
 FAST = (
     wrong.KlAnneal,  # memory
     wrong.NegMean,  # cut
     wrong.PrunesByShare,  # ranks
-    wrong.ModeFlag,  # right: train() and eval() of its own
-    wrong.Stamps,  # right: float64 stays
+    wrong.Judged,  # evaluation
+    wrong.RowsOfThisBatch,  # plain
     wrong.UnseededNet,  # random
-    wrong.Mask,  # refused
-    right.ClassifierScript,
+    test_programs.Mask,  # refused
+    test_programs.Classifier,
     right.Drop,
 )
 
@@ -51,8 +54,8 @@ def test_each_program_is_told_as_what_it_is(row):
 
 
 def test_there_are_sixty_wrong_programs_and_sixty_right_ones():
-    assert sum(bool(row.family) for row in ROWS) >= 60
-    assert sum(not row.family for row in ROWS) >= 60
+    wrong_ones = [row for row in ROWS if row.family or row.refused]
+    assert len(wrong_ones) >= 60 and len(ROWS) - len(wrong_ones) >= 60
 
 
 def test_an_alarm_has_three_lines_fact_cause_way_out():
@@ -65,7 +68,7 @@ def test_an_alarm_has_three_lines_fact_cause_way_out():
 
 def test_the_command_says_what_came_and_a_run_of_that_code_no_longer_asks_for_it(jobs, tmp_path):
     loop = tmp_path / "loop.py"
-    loop.write_text(LOOP)
+    loop.write_text(PROGRAM)
     asks = "this program was not rehearsed: python launch/rehearse.py ..."
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     rehearsal = ROOT / "launch/rehearse.py"
@@ -73,12 +76,14 @@ def test_the_command_says_what_came_and_a_run_of_that_code_no_longer_asks_for_it
     said = jobs.start(rehearsal, "python", loop, **home).ends_with(0)
     assert said.startswith("rehearsed: 20 steps, 4 evaluations; killed three times with the same bits"), said
     assert asks not in jobs.python(loop, "--again", **home).ends_with(0)
-    loop.write_text(LOOP.replace("batch.y)", "batch.y) * next(count)"))
+    loop.write_text(PROGRAM.replace("batch.y)", "batch.y) * next(count)"))
     said = jobs.start(rehearsal, "python", loop, **home).ends_with(1)
     assert said.startswith("error: killed and resumed, step 6 is another one: "), said
+    loop.write_text("")
+    assert "error: the script made no step" in jobs.start(rehearsal, "python", loop, **home).ends_with(2)
 
 
-LOOP = """
+PROGRAM = """
 import itertools, sys
 import torch
 from torch import nn
@@ -101,10 +106,10 @@ with Elastic(net=net, optimizer=torch.optim.SGD(net.parameters(), 0.1), dataset=
     "command", ["torchrun --nproc_per_node=2 {}", "python -u {}", "{}", "launch/local.sh {}"]
 )
 def test_a_command_is_taken_as_one_types_it(command):
-    words = command.format(HERE / "loop.py").split()
+    words = command.format(LOOP).split()
     args = read_command("", ["--accept", "cut", *words, "--width", "3"], accept=("", ""))
     assert args.accept == "cut"
-    assert script_of(args.command) == [str(HERE / "loop.py"), "--width", "3"]
+    assert script_of(args.command) == [str(LOOP), "--width", "3"]
 
 
 def test_local_sh_without_a_script_is_train_ddp():

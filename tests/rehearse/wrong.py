@@ -1,4 +1,7 @@
-"""Programs that are wrong without a word, each with the family that a rehearsal must tell it as."""
+"""Programs that are wrong without a word, each with the family that a rehearsal must tell it as.
+
+What a row keeps in `self` a restart begins anew, as it does a variable of a script.
+"""
 
 import itertools
 import math
@@ -6,45 +9,29 @@ import os
 import random
 
 import numpy as np
+import test_programs
 import torch
 import torch.nn.functional as F
-from stage import Program, Samples
+from program import Part, Samples, mean_loss
+from stage import Rehearsed
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import common.training.tasks
 
-# what these rows say of their place of birth: numbers.md has the letters
-
-
-class Part(nn.Module):
-    """A net in one line: a function of this module and its inputs."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
-
-
-def mean_loss(net, batch):
-    return F.cross_entropy(net(batch.x), batch.y)
-
 
 # ---- A: what is remembered outside ------------------------------------------------------------------
-class Memory(Program):
+class Memory(Rehearsed):
     family = "memory"
     n = 0
 
 
 class KlAnneal(Memory):
-    door = "script"
+    doors = "script"
 
     def loss(self, net, batch):
-        if net.training if hasattr(net, "training") else torch.is_grad_enabled():
-            self.n += 1
+        self.n += torch.is_grad_enabled()
         x, y = batch
         out = net(x)
         more = out.square().sum() * min(1, self.n / 20)
@@ -56,12 +43,10 @@ class KlAnnealSlices(KlAnneal):
 
 
 class TaskScale(Memory):
-    door = "script"
+    doors = "script"
     scale = 1.0
 
-    def loss(self, net, batch):
-        x, y = batch
-        out = net(x)
+    def scores(self, out, y):
         loss = F.cross_entropy(out, y, reduction="sum")
         if torch.is_grad_enabled():
             self.scale = 0.8 * self.scale + 0.2 * loss.item() / len(y)
@@ -85,21 +70,21 @@ class BankLoop(Memory):
 
 
 class SwaLoop(Memory):
-    def begin(self, run):
-        self.mean = torch.optim.swa_utils.AveragedModel(run.net)
+    averages = staticmethod(AveragedModel)
 
-    def after(self, run):
-        self.mean.update_parameters(run.net)
+    def begin(self, run):
+        self.mean = self.averages(run.net)
+
+    def after(self, net, optimizer, step):
+        self.mean.update_parameters(net)
 
     def report(self, run):
         run.report(**run.evaluate(lambda batch: self.loss(self.mean, batch.data)))
 
 
 class EmaLoop(SwaLoop):
-    def begin(self, run):
-        self.mean = torch.optim.swa_utils.AveragedModel(
-            run.net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-        )
+    def averages(self, net):
+        return AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
 
 class EarlyStop(Memory):
@@ -118,50 +103,71 @@ class EarlyStop(Memory):
                 break
 
 
+class Weighted(Memory):
+    """Each step has a weight, drawn by a generator of the script."""
+
+    def begin(self, run):
+        self.weights = np.random.default_rng(0)
+
+    def weight(self):
+        return float(self.weights.random())
+
+    def step(self, run, batch):
+        run.step(mean_loss(run.model, batch) * self.weight())
+
+
+class OpenedFile(Weighted):
+    """A text is read on and on."""
+
+    lines = itertools.cycle(range(1, 8))
+
+    def weight(self):
+        return next(self.lines)
+
+
 class Semi(Memory):
-    def loop(self, run):
+    """Other samples, one after another."""
+
+    def others(self):
         draws = torch.Generator().manual_seed(3)
-        unlabelled = torch.utils.data.DataLoader(torch.randn(40, 6, generator=draws), 8)
-        for batch, x in zip(run, itertools.cycle(unlabelled), strict=False):
+        return itertools.cycle(torch.utils.data.DataLoader(torch.randn(40, 6, generator=draws), 8))
+
+    def loop(self, run):
+        for batch, x in zip(run, self.others(), strict=False):
             run.step(mean_loss(run.model, batch) + run.model(x).square().mean())
 
 
-class NextOfLoader(Memory):
+class NextOfLoader(Semi):
     def loop(self, run):
-        draws = torch.Generator().manual_seed(3)
-        other = iter([torch.randn(8, 6, generator=draws) for _ in range(40)])
+        others = iter([*itertools.islice(self.others(), 40)])
         for epoch in run.epochs():
             for batch in epoch:
-                run.step(mean_loss(run.model, batch) + run.model(next(other)).square().mean())
+                run.step(mean_loss(run.model, batch) + run.model(next(others)).square().mean())
             self.report(run)
 
 
-class WdSchedule(Memory):
-    door = "script"
+class Hooked(Memory):
+    """A hook of the optimizer counts."""
+
+    doors = "script"
+    arguments = {}
 
     def optimizer(self, net):
         optimizer = super().optimizer(net)
-        steps = itertools.count()
-
-        def decay(optimizer, *_):
-            optimizer.param_groups[0]["weight_decay"] = 0.05 * next(steps)
-
-        optimizer.register_step_pre_hook(decay)
+        self.seen = {}
+        optimizer.register_step_pre_hook(self.hook)
         return optimizer
 
+    def hook(self, optimizer, *_):
+        optimizer.param_groups[0]["weight_decay"] = 0.05 * self.n
+        self.n += 1
 
-class OnWeights(Memory):
-    door = "script"
 
-    def optimizer(self, net):
-        def smooth(optimizer, *_):
-            for p in net.parameters():
-                p.old = 0.5 * getattr(p, "old", 0.0) + p.grad
-                p.grad.copy_(p.old)
-
-        optimizer = torch.optim.SGD(net.parameters(), self.rate)
-        optimizer.register_step_pre_hook(smooth)
-        return optimizer
+class OnWeights(Hooked):
+    def hook(self, optimizer, *_):
+        for p in optimizer.param_groups[0]["params"]:
+            p.old = 0.5 * getattr(p, "old", 0.0) + p.grad
+            p.grad.copy_(p.old)
 
 
 class CurriculumEnd(Memory):
@@ -189,16 +195,16 @@ class RareFlip(Memory):
 
 
 class ScheduleOfMyOwn(Memory):
-    def after(self, run):
+    def after(self, net, optimizer, step):
         self.n += 1
-        run.optimizer.param_groups[0]["lr"] = self.rate / (1 + self.n)
+        optimizer.param_groups[0]["lr"] = self.rate / (1 + self.n)
 
 
 class PlateauBeside(Memory):
     rate = 1.0
 
     def begin(self, run):
-        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, patience=0, factor=0.3)
+        self.plateau = ReduceLROnPlateau(run.optimizer, patience=0, factor=0.3)
 
     def report(self, run):
         found = run.evaluate(lambda batch: self.values(run, batch))
@@ -208,7 +214,7 @@ class PlateauBeside(Memory):
 
 
 class AttributeOfANet(Memory):
-    door = "script"
+    doors = "script"
 
     def net(self):
         def forward(net, x):
@@ -219,14 +225,12 @@ class AttributeOfANet(Memory):
         return Part(forward, head=nn.Linear(6, 3), heat=2.0)
 
 
-class NotPersistent(Memory):
-    def net(self):
-        def forward(net, x):
-            if net.training:
-                net.heat.mul_(0.9)
-            return net.head(x) / net.heat
+class NotPersistent(AttributeOfANet):
+    doors = "loop"
 
-        net = Part(forward, head=nn.Linear(6, 3))
+    def net(self):
+        net = super().net()
+        del net.heat
         net.register_buffer("heat", torch.tensor(2.0), persistent=False)
         return net
 
@@ -235,37 +239,20 @@ class GrowingDropout(Memory):
     def net(self):
         return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 3))
 
-    def after(self, run):
+    def after(self, net, optimizer, step):
         self.n += 1
-        run.net[1].p = min(0.5, 0.05 * self.n)
+        net[1].p = min(0.5, 0.05 * self.n)
 
 
 class LookaheadBeside(Memory):
     @torch.no_grad()
-    def after(self, run):
+    def after(self, net, optimizer, step):
         self.n += 1
         if self.n == 1:
-            self.slow = [p.clone() for p in run.net.parameters()]
+            self.slow = [p.clone() for p in net.parameters()]
         if self.n % 3 == 0:
-            for slow, p in zip(self.slow, run.net.parameters(), strict=True):
+            for slow, p in zip(self.slow, net.parameters(), strict=True):
                 p.copy_(slow.lerp_(p, 0.5))
-
-
-class NumpyOfTheLoop(Memory):
-    def loop(self, run):
-        rng = np.random.default_rng(0)
-        for batch in run:
-            weight = float(rng.random())
-            run.step(weight * mean_loss(run.model, batch))
-
-
-class OpenedFile(Memory):
-    """A text is read on and on."""
-
-    def loop(self, run):
-        lines = iter(range(1000))
-        for batch in run:
-            run.step(mean_loss(run.model, batch) * (1 + next(lines) % 7))
 
 
 # ten that were made up without reading
@@ -293,33 +280,22 @@ class HardOnes(Memory):
                 weights[label] += 0.1
 
 
-class GradientBefore(Memory):
-    def optimizer(self, net):
-        optimizer = torch.optim.SGD(net.parameters(), self.rate)
-        before = {}
+class GradientBefore(Hooked):
+    doors = "loop"
 
-        def extrapolate(*_):
-            for p in net.parameters():
-                now = p.grad.clone()
-                p.grad += 0.5 * (now - before.get(p, now))
-                before[p] = now
-
-        optimizer.register_step_pre_hook(extrapolate)
-        return optimizer
+    def hook(self, optimizer, *_):
+        for p in optimizer.param_groups[0]["params"]:
+            now = p.grad.clone()
+            p.grad += 0.5 * (now - self.seen.get(p, now))
+            self.seen[p] = now
 
 
 class Thermostat(Memory):
-    """The loss of the step before sets the temperature."""
+    """The number of steps sets the temperature."""
 
-    def loop(self, run):
-        heat = 1.0
-        for epoch in run.epochs():
-            for batch in epoch:
-                loss = F.cross_entropy(run.model(batch.x) / heat, batch.y)
-                run.step(loss)
-                self.n += 1
-                heat = 1 + self.n / 10
-            self.report(run)
+    def step(self, run, batch):
+        run.step(F.cross_entropy(run.model(batch.x) / (1 + self.n / 10), batch.y))
+        self.n += 1
 
 
 class PseudoLabels(Memory):
@@ -340,152 +316,92 @@ class PseudoLabels(Memory):
             self.y = run.model(self.x).flip(1).argmax(1)
 
 
-# ---- B: evaluations leave traces -----------------------------------------------------------------------
-class Lora(nn.Linear):
-    """It adds its low rank to the weight for evaluations."""
+# ---- B: evaluations leave traces, in a plain loop ------------------------------------------------------
+class Judged(Rehearsed):
+    """A buffer that cools down in each evaluation."""
 
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.weight.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, sizes[0]) / 3)
-        self.up = nn.Parameter(torch.randn(sizes[1], 2) / 3)
-        self.merged = False
-
-    def train(self, mode=True):
-        super().train(mode)
-        if self.merged == mode:
-            self.weight.data += (1 - 2 * mode) * self.up.data @ self.down.data
-            self.merged = not mode
-        return self
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out if self.merged else out + x @ self.down.T @ self.up.T
-
-
-class LoraLoop(Program):
-    """Right: train() undoes what eval() has merged."""
+    family = "evaluation"
 
     def net(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Lora(8, 3))
+        def forward(net, x):
+            if not net.training:
+                net.heat.mul_(0.9)
+            return net.head(x) / net.heat
+
+        return Part(forward, head=nn.Linear(6, 3), heat=torch.tensor(2.0))
 
 
-class LoraScript(LoraLoop):
-    door = "script"
-
-
-class ModeFlag(Program):
-    """Right: evaluations end with the net's own train()."""
-
-    def net(self):
-        class Net(nn.Linear):
-            heat = 0.3
-
-            def train(self, mode=True):
-                self.heat = 0.3 if mode else 1.0
-                return super().train(mode)
-
-            def forward(self, x):
-                return super().forward(x) / self.heat
-
-        return Net(6, 3)
-
-
-class FrozenBn(Program):
-    """Right: the net's own train() is called."""
-
-    count = 44
+class Observer(Judged):
+    """It sees what is evaluated."""
 
     def net(self):
-        class Net(nn.Sequential):
-            def train(self, mode=True):
-                super().train(mode)
-                self[1].eval()
-                return self
+        def forward(net, x):
+            net.top.lerp_(x.abs().amax(), 0.1)
+            unit = net.top / 8
+            return net.head((x / unit).round() * unit)
 
-        return Net(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-
-class JudgeTrains(Program):
-    """A judge moves a weight: each process judges other samples."""
-
-    family = "ranks"
-
-    def report(self, run):
-        def judge(batch):
-            with torch.no_grad():
-                run.net[0].weight.mul_(1 - 0.01 * batch.x.abs().mean())
-            return self.values(run, batch)
-
-        run.report(**run.evaluate(judge))
+        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(3.0))
 
 
 # ---- C, F, G: what depends on the cut -------------------------------------------------------------------
-class Cut(Program):
+class Cut(Rehearsed):
     family = "cut"
 
+    def of_batch(self, out, y):
+        """The loss."""
 
-class NegMean(Cut):
     def step(self, run, batch):
-        logits = F.log_softmax(run.model(batch.x), 1)
-        run.step(-logits.gather(1, batch.y[:, None]).mean(), count=len(batch.y))
+        run.step(self.of_batch(run.model(batch.x), batch.y))
 
 
-class Distill(Cut):
+class MeanOverCount(Cut):
+    """A mean, which is divided once more."""
+
     def step(self, run, batch):
-        out = run.model(batch.x)
+        run.step(self.of_batch(run.model(batch.x), batch.y), count=len(batch.y))
+
+
+class NegMean(MeanOverCount):
+    def of_batch(self, out, y):
+        return -F.log_softmax(out, 1).gather(1, y[:, None]).mean()
+
+
+class Distill(MeanOverCount):
+    def of_batch(self, out, y):
         soft = F.kl_div(F.log_softmax(out / 2, 1), F.softmax(-out.detach(), 1), reduction="batchmean")
-        run.step(0.7 * F.cross_entropy(out, batch.y) + 0.3 * soft, count=len(batch.y))
+        return 0.7 * F.cross_entropy(out, y) + 0.3 * soft
 
 
-class Elbo(Cut):
-    def step(self, run, batch):
-        out = run.model(batch.x)
-        run.step(F.cross_entropy(out, batch.y) * 1.0 + 0.01 * out.square().mean(), count=len(batch.y))
+class Elbo(MeanOverCount):
+    def of_batch(self, out, y):
+        return F.cross_entropy(out, y) * 1.0 + 0.01 * out.square().mean()
 
 
-class PostHook(Cut):
-    def net(self):
-        def clip(p):
-            p.grad.clamp_(-0.02, 0.02)
-
-        net = super().net()
-        for p in net.parameters():
-            p.register_post_accumulate_grad_hook(clip)
-        return net
+class PostHookScript(Rehearsed, test_programs.PostHook):
+    doors = "script"
 
 
-class PostHookScript(PostHook):
-    door = "script"
-
-
-class ClippedEach(Cut):
-    def net(self):
-        net = super().net()
-        for p in net.parameters():
-            p.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
-        return net
-
-
-class DropPostHook(PostHook):
+class DropPostHook(Rehearsed, test_programs.PostHook):
     def net(self):
         return nn.Sequential(super().net(), nn.Dropout(0.3))
 
 
+def hardest(out, y):
+    losses = F.cross_entropy(out, y, reduction="none")
+    return losses.topk(math.ceil(0.6 * len(losses))).values
+
+
 class Ohem(Cut):
-    def step(self, run, batch):
-        losses = F.cross_entropy(run.model(batch.x), batch.y, reduction="none")
-        run.step(losses.topk(math.ceil(0.6 * len(losses))).values.mean())
+    def of_batch(self, out, y):
+        return hardest(out, y).mean()
 
 
 class OhemScript(Cut):
-    door = "script"
+    doors = "script"
 
-    def loss(self, net, batch):
-        x, y = batch
-        losses = F.cross_entropy(net(x), y, reduction="none")
-        count = math.ceil(0.6 * len(losses))
-        return {"loss": (losses.topk(count).values.sum(), count)}
+    def scores(self, out, y):
+        losses = hardest(out, y)
+        return {"loss": (losses.sum(), len(losses))}
 
 
 class Sam(Cut):
@@ -503,32 +419,15 @@ class Sam(Cut):
 class Cox(Cut):
     """The loss has the mean of the batch."""
 
-    def step(self, run, batch):
-        out = run.model(batch.x)
-        run.step(F.cross_entropy(out - out.mean(0), batch.y))
+    def of_batch(self, out, y):
+        return F.cross_entropy(out - out.mean(0), y)
 
 
 class Contrast(Cut):
     outputs = 6
 
-    def step(self, run, batch):
-        out = run.model(batch.x)
-        run.step(F.cross_entropy(out @ out.T, torch.arange(len(out))))
-
-
-class ContrastScript(Cut):
-    door = "script"
-    outputs = 6
-
-    def scores(self, out, y):
-        return {"loss": (F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum"), len(out))}
-
-
-class SumOfAll(Cut):
-    door = "script"
-
-    def scores(self, out, y):
-        return {"loss": (F.cross_entropy(out, y, reduction="sum") / 11, 1)}
+    def of_batch(self, out, y):
+        return F.cross_entropy(out @ out.T, torch.arange(len(out)))
 
 
 class Roll(Cut):
@@ -540,22 +439,35 @@ class Roll(Cut):
 
 
 class Distances(Cut):
-    def step(self, run, batch):
-        out = run.model(batch.x)
-        same = batch.y[:, None] == batch.y
+    def of_batch(self, out, y):
+        same = y[:, None] == y
         apart = (out[:, None] - out).square().sum(2)
-        run.step((same * apart + ~same * (1 - apart).clamp(min=0)).mean())
+        return (same * apart + ~same * (1 - apart).clamp(min=0)).mean()
 
 
 class Covariance(Cut):
-    def step(self, run, batch):
-        out = run.model(batch.x)
+    def of_batch(self, out, y):
         centred = out - out.mean(0)
         cov = centred.T @ centred / len(out)
-        run.step(F.cross_entropy(out, batch.y) + 0.05 * (cov - torch.eye(3)).square().sum())
+        return F.cross_entropy(out, y) + 0.05 * (cov - torch.eye(3)).square().sum()
+
+
+class Median(Cut):
+    def of_batch(self, out, y):
+        losses = F.cross_entropy(out, y, reduction="none")
+        return torch.where(losses > losses.median(), losses, 0.1 * losses).mean()
+
+
+class FixedDivisor(Cut):
+    """The size of a batch is written into the loss."""
+
+    def of_batch(self, out, y):
+        return F.cross_entropy(out, y, reduction="none").sum() / 11 + 0.0
 
 
 class OwnNorm(Cut):
+    step = Rehearsed.step
+
     def net(self):
         def forward(net, x):
             return net.head((x - x.mean(0)) / (x.var(0, correction=0) + 1e-2).sqrt())
@@ -575,56 +487,7 @@ class BnMean(OwnNorm):
         return Part(forward, head=nn.Linear(6, 3), norm=nn.BatchNorm1d(6))
 
 
-class Sums(Cut):
-    """Buffers that are sums: a process adds its share."""
-
-    def net(self):
-        def forward(net, x):
-            out = net.head(x)
-            if net.training:
-                net.total += out.detach().sum(0)
-            return out + 0.01 * net.total
-
-        net = Part(forward, head=nn.Linear(6, 3))
-        net.register_buffer("total", torch.zeros(3))
-        return net
-
-
-class Median(Cut):
-    def step(self, run, batch):
-        losses = F.cross_entropy(run.model(batch.x), batch.y, reduction="none")
-        run.step(torch.where(losses > losses.median(), losses, 0.1 * losses).mean())
-
-
-class FixedDivisor(Cut):
-    """The size of a batch is written into the loss."""
-
-    def step(self, run, batch):
-        losses = F.cross_entropy(run.model(batch.x), batch.y, reduction="none")
-        run.step(losses.sum() / 11 + 0.0)
-
-
-class LrTimesWorld(Cut):
-    def begin(self, run):
-        for group in run.optimizer.param_groups:
-            group["lr"] = self.rate * run.world.size
-
-
-class Auc(Cut):
-    """The judge collects scores, of which each process has its own."""
-
-    def report(self, run):
-        scores = []
-
-        def judge(batch):
-            scores.extend(run.model(batch.x)[:, 0].tolist())
-            return self.values(run, batch)
-
-        found = run.evaluate(judge)
-        run.report(**found, spread=max(scores) - min(scores))
-
-
-class WeightOfTheShare(Cut):
+class WeightOfTheShare(OwnNorm):
     """The gradient's length in a share."""
 
     def net(self):
@@ -637,72 +500,55 @@ class WeightOfTheShare(Cut):
         return Part(forward, head=nn.Linear(6, 3))
 
 
+class LrTimesWorld(OwnNorm):
+    net = Rehearsed.net
+
+    def begin(self, run):
+        for group in run.optimizer.param_groups:
+            group["lr"] = self.rate * run.world.size
+
+
+class Auc(LrTimesWorld):
+    """The judge collects scores, of which each process has its own."""
+
+    begin = Rehearsed.begin
+
+    def report(self, run):
+        scores = []
+
+        def judge(batch):
+            scores.extend(run.model(batch.x)[:, 0].tolist())
+            return self.values(run, batch)
+
+        found = run.evaluate(judge)
+        run.report(**found, spread=max(scores) - min(scores))
+
+
 # ---- D: what the project does to a program alike in each run ---------------------------------------------
-class Plain(Program):
-    """Right since large numbers of float64 stay as they are."""
+class RowsOfThisBatch(Rehearsed):
+    """An optimizer that shrinks rows of a sparse gradient alone: here a gradient is dense."""
 
+    family = "plain"
 
-class Stamps(Plain):
-    """Time stamps in seconds, made small in the net: float32 has steps of 128."""
-
-    door = "script"
-    own = "model dataset optimizer"
-
-    def net(self):
-        def forward(net, x):
-            return net.head(((x - 1.7e9) / 100).float())
-
-        return Part(forward, head=nn.Linear(6, 3))
-
-    def sample(self, draws):
-        x, y = super().sample(draws)
-        return 1.7e9 + 100 * x.double(), y
-
-    def given(self):
-        train, test = super().sets()
-        return [torch.stack(part) if torch.is_tensor(part[0]) else torch.tensor(part)
-                for samples in (train, test) for part in zip(*samples, strict=True)]  # fmt: skip
-
-
-class StampsOfDatasets(Stamps):
-    given = Program.sets
-
-
-class LargeIds(Stamps):
-    """Numbers of users above 2**24 in a table of float64."""
+    class kind(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            words = self.param_groups[0]["params"][0]
+            rows = words.grad.coalesce().indices()[0] if words.grad.is_sparse else slice(None)
+            words[rows] *= 0.9
+            super().step()
 
     def net(self):
-        def forward(net, x):
-            return net.head(net.words(x[:, 0].long() % 30) + x[:, 1:].float())
+        return nn.Sequential(nn.EmbeddingBag(20, 6, sparse=True), nn.Linear(6, 3))
 
-        return Part(forward, words=nn.Embedding(30, 5), head=nn.Linear(5, 3))
-
-    def sample(self, draws):
-        x, y = Program.sample(self, draws)
-        x = x.double()
-        x[0] = 2**24 + torch.randint(0, 1000, (), generator=draws).item()
-        return x, y
+    sample = test_programs.SparseSgd.sample
 
 
-class Milliseconds(Stamps):
-    """Differences of large numbers, made up here."""
-
-    def net(self):
-        def forward(net, x):
-            return net.head((x[:, 1:] - x[:, :1]).float() / 10)
-
-        return Part(forward, head=nn.Linear(5, 3))
-
-    def sample(self, draws):
-        x, y = Program.sample(self, draws)
-        return 1e8 + 10 * x.double(), y
-
-
-class RateOfItsOwn(Program):
+class RateOfItsOwn(Rehearsed):
     """An optimizer by flags that does not ask for --lr."""
 
     family = "refused"
-    door = "script"
+    doors = "script"
 
     def optimizer(self, net):
         return torch.optim.SGD(net.parameters(), 0.3)
@@ -712,12 +558,11 @@ class RateOfItsOwn(Program):
 class LoadsInside(Memory):
     def begin(self, run):
         draws = torch.Generator().manual_seed(2)
-        run.net.load_state_dict(
-            {k: torch.randn(t.shape, generator=draws) for k, t in run.net.state_dict().items()}
-        )
+        for p in run.net.parameters():
+            p.data.normal_(generator=draws)  # not counted as a change
 
 
-class Ranks(Program):
+class Ranks(Rehearsed):
     family = "ranks"
 
 
@@ -725,46 +570,61 @@ class InitByRank(Ranks):
     def begin(self, run):
         if not run.progress.step:
             torch.manual_seed(run.world.rank)
-            nn.init.normal_(run.net[2].weight)
+            run.net[2].weight.data.normal_()
 
 
-class NoiseByRank(Ranks):
-    @torch.no_grad()
-    def after(self, run):
+class Moves(Ranks):
+    """A process moves its weights after each step."""
+
+    def step(self, run, batch):
+        super().step(run, batch)
+        with torch.no_grad():
+            self.move(run, batch)
+
+
+class NoiseByRank(Moves):
+    def move(self, run, batch):
         draws = torch.Generator().manual_seed(100 * run.progress.step + run.world.rank)
         for p in run.net.parameters():
             p += 0.01 * torch.randn(p.shape, generator=draws)
 
 
-class PrunesByShare(Ranks):
-    def step(self, run, batch):
-        super().step(run, batch)
-        with torch.no_grad():
-            run.net[0].weight *= 1 - 0.01 * batch.x.abs().mean()
+class PrunesByShare(Moves):
+    def move(self, run, batch):
+        run.net[0].weight *= 1 - 0.01 * batch.x.abs().mean()
 
 
-class RankZeroClamps(Ranks):
-    @torch.no_grad()
-    def after(self, run):
+class RankZeroClamps(Moves):
+    def move(self, run, batch):
         if run.world.rank == 0:
             run.net[0].weight.clamp_(-0.1, 0.1)
 
 
-class CentreOfTheShare(Ranks):
+class CentreOfTheShare(Moves):
     """A weight that does not train is the mean of what came last."""
 
     def net(self):
-        net = Part(lambda net, x: net.head(x - net.centre), head=nn.Linear(6, 3))
-        net.centre = nn.Parameter(torch.zeros(6), requires_grad=False)
-        return net
+        centre = nn.Parameter(torch.zeros(6), requires_grad=False)
+        return Part(lambda net, x: net.head(x - net.centre), head=nn.Linear(6, 3), centre=centre)
 
-    def step(self, run, batch):
-        super().step(run, batch)
+    def move(self, run, batch):
         run.net.centre.data.lerp_(batch.x.mean(0), 0.1)
 
 
+class JudgeTrains(Ranks):
+    """A judge moves a weight: each process judges other samples."""
+
+    def report(self, run):
+        def judge(batch):
+            with torch.no_grad():
+                run.net[0].weight.mul_(1 - 0.01 * batch.x.abs().mean())
+            return self.values(run, batch)
+
+        run.report(**run.evaluate(judge))
+
+
 # ---- what nothing seeds --------------------------------------------------------------------------------
-class Random(Program):
+class Random(Rehearsed):
     family = "random"
 
 
@@ -776,7 +636,7 @@ class UnseededNet(Random):
 class InitInside(Random):
     def begin(self, run):
         if not run.progress.step:
-            nn.init.normal_(run.net[2].weight, generator=torch.Generator().manual_seed(torch.seed() % 9999))
+            run.net[2].weight.data.normal_(generator=torch.Generator().manual_seed(torch.seed() % 9999))
 
 
 class SystemRandom(Random):
@@ -785,7 +645,7 @@ class SystemRandom(Random):
 
 
 class OsBytes(Random):
-    door = "script"
+    doors = "script"
 
     def scores(self, out, y):
         loss = F.cross_entropy(out, y, reduction="sum")
@@ -800,28 +660,8 @@ class FreshGenerator(Random):
 
 
 # ---- refused, by an `if` that stays ----------------------------------------------------------------------
-class Refused(Program):
+class Refused(Rehearsed):
     family = "refused"
-
-
-class Mask(Refused):
-    def net(self):
-        def forward(net, x):
-            net.mask = torch.ones(len(x), 1)
-            return net.head(x * net.mask)
-
-        net = Part(forward, head=nn.Linear(6, 3))
-        net.register_buffer("mask", torch.ones(1, 1))
-        return net
-
-
-class LabelColumn(Refused):
-    door = "script"
-    own = "model dataset optimizer"
-
-    def sample(self, draws):
-        x, y = super().sample(draws)
-        return x, torch.tensor([y])
 
 
 class Twice(Refused):
@@ -849,24 +689,8 @@ class BnTail(Refused):
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
-class Unfrozen(Refused):
-    def net(self):
-        net = super().net()
-        net[0].requires_grad_(False)
-        return net
-
-    def after(self, run):
-        run.net[0].requires_grad_(run.progress.step > 2)
-
-
-class Accumulated(Refused):
-    def step(self, run, batch):
-        mean_loss(run.model, batch).backward()
-        super().step(run, batch)
-
-
 # ---- what a guard refuses today: the same without the guard ----------------------------------------------
-class Unguarded(Program):
+class Unguarded(Rehearsed):
     family = "cut"
 
     def made(self):
@@ -875,36 +699,15 @@ class Unguarded(Program):
         return super().made()
 
 
-class ActNorm(Unguarded):
-    """The first batch sets a weight."""
+class EarlyTeacher(Unguarded, test_programs.EarlyTeacher):
+    """A process without samples has no forward, in which the teacher follows."""
 
     family = "ranks"
 
-    def net(self):
-        def forward(net, x):
-            if net.training and not net.ready:
-                net.shift.data = -x.mean(0)
-                net.ready.fill_(True)
-            return net.head(x + net.shift)
-
-        net = Part(forward, head=nn.Linear(6, 3), shift=nn.Parameter(torch.zeros(6)))
-        net.register_buffer("ready", torch.tensor(False))
-        return net
-
-
-class EarlyTeacher(Unguarded):
-    """It follows in the forward: a process without samples has none."""
-
-    family = "ranks"
-
-    def net(self):
-        def forward(net, x):
-            if net.training:
-                net.teacher.weight.data.lerp_(net.pupil.weight.data, 0.1 * len(x) / 11)
-            return net.pupil(x) + net.teacher(x)
-
-        teacher = nn.Linear(6, 3).requires_grad_(False)
-        return Part(forward, pupil=nn.Linear(6, 3), teacher=teacher)
+    def out(self, net, x):
+        if net.training:
+            net.teacher.weight.data.lerp_(net.pupil.weight.data, 0.1 * len(x) / 11)
+        return test_programs.Teacher.out(self, net, x)
 
 
 class MeanWithCount(Unguarded):
@@ -913,7 +716,4 @@ class MeanWithCount(Unguarded):
 
 
 class SumAsMean(Unguarded):
-    family = "cut"
-
-    def step(self, run, batch):
-        run.step(F.cross_entropy(run.model(batch.x), batch.y, reduction="sum"))
+    step = SumWithoutCount.step
