@@ -20,8 +20,9 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,7 +45,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from common.errors import UserError, may_pass, one_line, say
 from common.ledger import Ledger
 from common.options import Options
-from common.place import STOP, STOPPED, SURVIVORS, in_words
+from common.place import STOPPED, SURVIVORS, in_words
 from launch.worker import work
 
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
@@ -70,6 +71,37 @@ def tell(text):
 def codes_of(life):
     """The exit codes of its processes; None of one that runs."""
     return [handler.proc.poll() for handler in life.subprocess_handlers.values()]
+
+
+class Signals:
+    """The first signal ends this agent, at once or at the end of a start; others change nothing.
+
+    In the midst of a start torch does not know of all processes yet: one would be left behind.
+    """
+
+    first = None  # the arguments of torch's handler
+    starts = False  # processes
+    obeyed = threading.Event()  # all processes are asked to end
+    raise_it = processes_api._terminate_process_handler
+
+    @staticmethod
+    def handle(*arguments):
+        if not Signals.first:
+            Signals.first = arguments
+            if not Signals.starts:
+                Signals.raise_it(*arguments)
+
+    @staticmethod
+    @contextmanager
+    def kept():
+        """In this block processes are started."""
+        Signals.starts = True
+        try:
+            yield
+        finally:
+            Signals.starts = False
+            if Signals.first:
+                Signals.raise_it(*Signals.first)
 
 
 class Fork:
@@ -149,7 +181,8 @@ class Forks(processes_api.SubprocessContext):
             self.note_death(rank, in_words(code))
         if killed:
             try:
-                self.fork_successors()
+                with Signals.kept():
+                    self.fork_successors()
             except (OSError, EOFError):  # no room, or no fork server: then they begin later
                 self.end_successors()
         return super()._poll()
@@ -373,11 +406,14 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             self.leave()
         return result
 
+    def _start_workers(self, group):
+        with Signals.kept():
+            return super()._start_workers(group)
+
     def _shutdown(self, *asked, **settings):
-        """Asks all to end; a signal after the one that has `asked` for it does not end the wait for saves."""
+        """Asks all to end, and waits for their saves; `asked` is the signal, if one has come."""
         if asked:
-            for number in STOP:
-                signal.signal(number, signal.SIG_IGN)
+            Signals.obeyed.set()
         super()._shutdown(*asked, **settings)
 
     def leave(self):
@@ -438,17 +474,15 @@ def listen(folder):
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
     signal.set_wakeup_fd(mouth)
-    heard = threading.Event()
-    handler = processes_api._terminate_process_handler
-
-    def note(*arguments):
-        heard.set()
-        handler(*arguments)
 
     def hear():
         number = os.read(ear, 1)[0]
-        if heard.wait(DEAF_SECONDS):
+        if Signals.obeyed.wait(DEAF_SECONDS):
             return
+        if Signals.starts:  # an import that hangs: without its fork server that start fails
+            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+            if Signals.obeyed.wait(DEAF_SECONDS):
+                return
         tell("torchrun: the rendezvous does not answer; asked to stop, this machine leaves")
         agent = Agent.newest
         if agent and agent._pcontext:
@@ -456,7 +490,7 @@ def listen(folder):
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(code_of_a_stop())
 
-    processes_api._terminate_process_handler = note
+    processes_api._terminate_process_handler = Signals.handle
     threading.Thread(target=hear, daemon=True).start()
 
 

@@ -3,6 +3,7 @@ carries a token in its environment, and no other process is ever signalled.
 """
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -34,6 +35,7 @@ PACED = (
 )
 STEPS = 22  # of PACED
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}  # the audit of a run that lost nothing
+PRCTL = ctypes.CDLL(None).prctl
 SHARED_PORT = tuple(map(int, version("torch").split(".")[:2])) < (2, 15)  # plain torchrun: one port, 29500
 
 
@@ -60,6 +62,20 @@ def free_port():
         port = 10_000 + secrets.randbelow(20_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+
+
+def carries(pid, token):
+    """Whether this process has it in its environment."""
+    try:
+        return token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def alive(token):
+    """Every living process that carries it; zombies do not live."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in pids if carries(pid, token) and state(pid) not in "ZX"]
 
 
 class Jobs:
@@ -113,6 +129,7 @@ class Jobs:
                     stderr=file,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
+                    preexec_fn=lambda: PRCTL(1, signal.SIGKILL, 0, 0, 0),  # PR_SET_PDEATHSIG
                 )
             return Job(self, child.pid, out, child)
         self._warm_up()
@@ -150,19 +167,11 @@ class Jobs:
 
     def owns(self, pid):
         """Whether that process carries our token: a pid alone may be somebody else's by now."""
-        try:
-            return self.token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False
+        return carries(pid, self.token)
 
     def alive(self):
         """Every living process of ours, the warm one excepted; zombies do not live."""
-        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        return [
-            pid
-            for pid in pids
-            if self.owns(pid) and not (self.warm and pid == self.warm.pid) and state(pid) not in "ZX"
-        ]
+        return [pid for pid in alive(self.token) if not (self.warm and pid == self.warm.pid)]
 
     def kill(self, pid, number=signal.SIGKILL):
         """Whether the signal was sent to a living process of ours."""

@@ -24,6 +24,8 @@ import threading
 import traceback
 import types
 
+from jobs import alive
+
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD")
 
 
@@ -159,8 +161,11 @@ def main():
             os.read(reader, 4096)
         if 0 in ready:
             data = os.read(0, 1 << 16)
-            if not data:
-                return  # the test is over; it has ended what it started
+            if not data:  # the test is over: it has ended what it started, unless it was killed itself
+                for pid in alive(os.environ["JOBS_TOKEN"]):
+                    if pid != os.getpid():
+                        os.kill(pid, signal.SIGKILL)
+                return
             *lines, buffered = (buffered + data).split(b"\n")
             for line in lines:
                 started = _start(json.loads(line))
