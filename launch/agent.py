@@ -51,10 +51,12 @@ from launch.worker import work
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
 # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
 # comes later is taken in within seconds. Nodes whose clocks differ by as much would count each other as dead.
-MEETING = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
+MEETING = "last_call_timeout=1,keep_alive_interval={},keep_alive_max_attempt=3"
+BEAT_SECONDS = 2
+MOST_BEATS = 64  # in a second: all of them rewrite one value of the store
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
 CLOCKS_APART_SECONDS = 3  # at most
-BEAT_SECONDS = 3  # a machine that is alive beats within
+CLOCK_SECONDS = 3  # some machine that is alive beats within
 AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a moment
 # The main thread may wait in C for a silent store. After this time another thread obeys the signal. Less than
 # AGENT_SECONDS of common/rescue: else another machine's stop is a death to the ranks of this one.
@@ -285,7 +287,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         A heartbeat has the time of its machine; if it seems to be too old, or to come, the next one tells.
         """
         first = self.beats()
-        deadline = time.monotonic() + BEAT_SECONDS
+        deadline = time.monotonic() + CLOCK_SECONDS
         while first and time.monotonic() < deadline:
             ours = time.time()
             for node, beat in self.beats().items():
@@ -528,7 +530,9 @@ def settle(args, folder):
     """Fills in what a person has left open; `folder` is temporary."""
     if args.log_dir in (None, "", os.devnull):
         args.log_dir = folder  # else torchrun leaves a folder behind at every start, or has none for notes
-    args.rdzv_conf = f"{MEETING},{args.rdzv_conf}".strip(",")  # the last one of a name counts
+    machines = int(args.nnodes.rpartition(":")[2])
+    meeting = MEETING.format(max(BEAT_SECONDS, -(-machines // MOST_BEATS)))
+    args.rdzv_conf = f"{meeting},{args.rdzv_conf}".strip(",")  # the last one of a name counts
     if args.standalone or args.nnodes in ("1", "1:1") and not args.rdzv_endpoint:
         # On one machine the agent meets only itself: a file is enough, and no port is open to the network.
         args.rdzv_backend = "c10d"

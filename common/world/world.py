@@ -27,6 +27,7 @@ from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towa
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
 MAY_DIFFER = ("build of torch", "CPU or GPU")  # of the bit_facts: other bits are possible, not sure
+MOST_IN_A_MESH = 256  # ranks that gloo connects at the start, each with each; more connect when they talk
 BLOCK_WORDS = 1 << 16  # of a tensor that are scrambled at once: they stay in a core's cache
 ODD = (-7046029254386353131, -4658895280553007687)  # the factors of splitmix64, as numbers with a sign
 M_TRIM_THRESHOLD = -1  # of mallopt: which freed memory goes back to the kernel
@@ -304,6 +305,8 @@ def _init_process_group(store, place, devices):
         interface = interface_towards(place.address)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if place.size > MOST_IN_A_MESH:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo"
     if is_gpu(device):
         ranks = max(store.add(f"gpu/{uuid_of(gpu)}", 1) for gpu in devices if is_gpu(gpu))
