@@ -13,9 +13,8 @@ from pathlib import Path
 
 from common.errors import say
 from common.rescue.alarm import Alarm
+from common.rescue.seconds import HANG_SECONDS, PLACES_SECONDS
 
-HANG_SECONDS = 600.0  # without progress, if --hang-timeout does not say
-PLACES_SECONDS = 5.0  # for all ranks to tell where they are
 SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
 MOVED = "moved"  # a message over a lifeline; any other one is a rank and its place
 

@@ -27,14 +27,11 @@ import torch
 
 from common.errors import UserError, dismiss_agent, note_reason, one_line, say
 from common.place import here
-from common.rescue.lifelines import DEATH_SECONDS, PEER_SECONDS
+from common.rescue.seconds import AGENT_SECONDS, DEATH_SECONDS, PEER_SECONDS, SAVER_SECONDS, STEP_END_SECONDS
 from common.rescue.watch import Watch
 from common.store import CheckpointStore
 from common.world import WATCHED
 
-AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
-STEP_END_SECONDS = 1.0  # for an update that has begun
-SAVER_SECONDS = 0.05  # the rank that has saved speaks first
 ALL_SAVED = 143  # exit codes
 FENCED = 6
 LAST_TO_SAVE = 3  # higher: saves fail, no progress, another job's run, a wrong state

@@ -19,11 +19,8 @@ from common.rescue.alarm import Alarm
 from common.rescue.hang import Hang
 from common.rescue.lifelines import Lifelines
 from common.rescue.parting import Parting
+from common.rescue.seconds import LOCKED_SECONDS, LOOK_SECONDS, STEP_SECONDS
 from common.world import gather
-
-STEP_SECONDS = 10.0  # for a signalled main thread to end its step; plain torchrun kills after 30
-LOOK_SECONDS = 1.0
-LOCKED_SECONDS = 86_400.0  # without any Python thread: then faulthandler ends this process, stopped or not
 
 
 class Watch:
