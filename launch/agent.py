@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch.distributed import DistNetworkError
@@ -434,8 +433,10 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
 
 class RendezvousUnpickler(pickle.Unpickler):
-    """Reads what agents tell each other; by itself a stranger's pickle could run any code."""
+    """In place of torch's `pickle`: reads what agents tell each other; a stranger's could run any code."""
 
+    dumps = staticmethod(pickle.dumps)
+    PickleError = pickle.PickleError
     known = {
         f"{dynamic_rendezvous.__name__}._RendezvousState",
         f"{dynamic_rendezvous.__name__}._NodeDesc",
@@ -444,6 +445,10 @@ class RendezvousUnpickler(pickle.Unpickler):
         "datetime.timedelta",
         "builtins.set",
     }
+
+    @classmethod
+    def loads(cls, data):
+        return cls(io.BytesIO(data)).load()
 
     def find_class(self, module, name):
         if f"{module}.{name}" in self.known:
@@ -454,11 +459,7 @@ class RendezvousUnpickler(pickle.Unpickler):
 def replace_names():
     """What of torch's is replaced for all agents of this process."""
     launcher_api.LocalElasticAgent = Agent
-    dynamic_rendezvous.pickle = SimpleNamespace(
-        dumps=pickle.dumps,
-        loads=lambda data: RendezvousUnpickler(io.BytesIO(data)).load(),
-        PickleError=pickle.PickleError,
-    )
+    dynamic_rendezvous.pickle = RendezvousUnpickler
     # In two containers both agents can have the same name and the same process number.
     dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator._local_id = random.getrandbits(30)
     # The agent's is asked for with each process: where the name server is away, it takes 5 seconds each time.
