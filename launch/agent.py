@@ -1,6 +1,6 @@
 """torch's elastic agent with exit codes passed on, which continues without machines that die as others meet.
 
-What it uses of torch's inside stands in common/torch_names.py.
+What it uses of torch's inside stands in torch_names.py.
 """
 
 import ctypes

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 
 from common.errors import say
@@ -29,7 +28,7 @@ class Hang:
         self.limit = state.opts.hang_timeout or HANG_SECONDS
         self.heartbeat = state.heartbeat
         self.still = 0.0  # seconds since any rank made progress
-        self.told = 0.0  # when this rank last told that it moves
+        self.moved = 0.0  # when this rank last sent that it moves
         self.found = Alarm()
         self.places = {}  # by rank
 
@@ -51,14 +50,13 @@ class Hang:
                 self._tell_move()
         else:
             self._stand_still()
-            with suppress(ValueError):  # a stranger's, of the same machine
-                rank, place = message.split(" ", 1)
-                self.places[int(rank)] = place
+            rank, place = message.split(" ", 1)
+            self.places[int(rank)] = place
 
     def _tell_move(self):
         now = time.monotonic()
-        if now - self.told >= self.limit / 10:
-            self.told = now
+        if now - self.moved >= self.limit / 10:
+            self.moved = now
             self.tell(MOVED)
 
     def _stand_still(self):

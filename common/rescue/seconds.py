@@ -7,8 +7,7 @@ LOCKED_SECONDS = 86_400.0  # without any Python thread: then faulthandler ends t
 # ---- until the main thread leaves; then the watch's thread does it in its place ----
 PLACES_SECONDS = 5.0  # in a hang, for all ranks to tell where they are
 STEP_SECONDS = 10.0  # after a signal, to end the step; plain torchrun kills after 30
-PEER_SECONDS = 1.0  # the same after a peer's end
-STEP_END_SECONDS = 1.0  # for an update that has begun
+PEER_SECONDS = 1.0  # the same after a peer's end, or to end an update that has begun
 # ---- after the save ----
 AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
 DEATH_SECONDS = 0.5  # until a launcher knows how its process has ended

@@ -245,11 +245,11 @@ def visible_devices(opts, place, placed=()):
             f"(CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
             f"choose among {', '.join(sorted(kinds))}, or make one visible"
         )
-    if placed and opts.devices:
-        raise UserError(
-            f"--devices cannot take effect: the net lies on {', '.join(map(str, placed))}\nleave it out"
-        )
     if placed:
+        if opts.devices:
+            raise UserError(
+                f"--devices cannot take effect: the net lies on {', '.join(map(str, placed))}\nleave it out"
+            )
         return tuple(placed)
     cpu = torch.device("cpu")
     if opts.devices:
@@ -298,13 +298,12 @@ def uuid_of(gpu):
 def _init_process_group(store, place, devices):
     device = devices[0]
     if place.size == place.local_size:  # no network for the gradients of one machine
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    elif "GLOO_SOCKET_IFNAME" not in os.environ:
-        # by itself gloo listens where the machine's own name points: a loopback on Debian
+        interface = "lo"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    else:  # by itself gloo listens where the machine's own name points: a loopback on Debian
         interface = interface_towards(place.address)
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if place.size > MOST_IN_A_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo"
