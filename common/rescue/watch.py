@@ -30,7 +30,7 @@ class Watch:
         us = this_process()
         self.processes = gather(world, [us["pid"], us["host"], us["machine"]])
         self.starts = [start for _, start in gather(world, us["process"])]  # in ticks since boot
-        self.parting = False  # no step is left: the end of a rank is no death, a signal is obeyed at once
+        self.parting = False  # no step is left: the end of a rank is no death, a signal ends this one at once
         self.stopped = False
         self.lifelines = Lifelines(world, self.processes)
         self.hang = Hang(state, world, self.lifelines.tell)

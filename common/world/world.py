@@ -277,8 +277,8 @@ def own_share(seen, opts, place, store):
         store.set(f"sees/{place.rank}", uuids)
         first = place.rank - place.local_rank
         machine = range(first, first + place.local_size)
-        told = store.multi_get([f"sees/{rank}" for rank in machine])
-        sharers = [rank for rank, others in zip(machine, told, strict=True) if others.decode() == uuids]
+        lists = store.multi_get([f"sees/{rank}" for rank in machine])
+        sharers = [rank for rank, others in zip(machine, lists, strict=True) if others.decode() == uuids]
     each = len(seen) // len(sharers)
     if not each:
         raise UserError(
