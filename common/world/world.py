@@ -57,8 +57,11 @@ class World:
 
     def memory(self) -> dict[str, int]:
         """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
-        own = filter(is_gpu, self.devices)
-        return {f"MiB_{gpu.index}": module_of(gpu).memory_allocated(gpu) >> 20 for gpu in own}
+        return {
+            f"MiB_{gpu.index}": module_of(gpu).memory_allocated(gpu) >> 20
+            for gpu in self.devices
+            if is_gpu(gpu)
+        }
 
     # ---- collectives ------------------------------------------------------------------------------
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -168,14 +171,7 @@ def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
     if is_gpu(devices[0]) and not (opts.devices or placed):
         devices = own_share(devices, opts, place, store)
     pin(opts)
-    world = World(
-        place.rank,
-        place.size,
-        place.local_rank,
-        place.local_size,
-        devices,
-        uuid.uuid4().hex[:12],
-    )
+    world = World(place.rank, place.size, place.local_rank, place.local_size, devices, uuid.uuid4().hex[:12])
     world.use_device()
     if store:
         _init_process_group(store, place, devices)
