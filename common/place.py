@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 MEETING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # signals that ask a process to stop; USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-STOPPED = 143  # exit code of one that has obeyed
+STOPPED = 143  # exit code of one that such a signal has ended, saved
 SURVIVORS = "survivors"  # a note: those of the life before may still save
 # How many tasks srun or mpirun has started; each is a process of its own until WORLD_SIZE is set.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

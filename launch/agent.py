@@ -1,6 +1,6 @@
 """torch's elastic agent with exit codes passed on, which continues without machines that die as others meet.
 
-What it uses of torch's inside stands in common/torch_names.py.
+What it uses of torch's inside stands in torch_names.py.
 """
 
 import ctypes
@@ -20,10 +20,10 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch.distributed import DistNetworkError
@@ -44,20 +44,23 @@ from torch.distributed.run import config_from_args, get_args_parser
 from common.errors import UserError, may_pass, one_line, say
 from common.ledger import Ledger
 from common.options import Options
-from common.place import STOP, STOPPED, SURVIVORS, in_words
+from common.place import STOPPED, SURVIVORS, in_words
+from common.rescue.seconds import AGENT_SECONDS
 from launch.worker import work
 
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
 # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
 # comes later is taken in within seconds. Nodes whose clocks differ by as much would count each other as dead.
-MEETING = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
+MEETING = "last_call_timeout=1,keep_alive_interval={},keep_alive_max_attempt=3"
+BEAT_SECONDS = 2
+MOST_BEATS = 64  # in a second: all of them rewrite one value of the store
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
 CLOCKS_APART_SECONDS = 3  # at most
-BEAT_SECONDS = 3  # a machine that is alive beats within
-AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a moment
-# The main thread may wait in C for a silent store. After this time another thread obeys the signal. Less than
-# AGENT_SECONDS of common/rescue: else another machine's stop is a death to the ranks of this one.
-DEAF_SECONDS = 1
+CLOCK_SECONDS = 3  # some machine that is alive beats within
+LEAVE_SECONDS = 3  # a machine that leaves, for good or to meet again, has told the store within
+# The main thread may wait in C for a silent store. After this time another thread handles the signal: later,
+# another machine's stop would be a death to the ranks of this one.
+HANDLE_SECONDS = AGENT_SECONDS / 2
 FAILED_LIVES = 3  # in a row: they ended soon, and before the training began
 SOON_SECONDS = 10
 
@@ -70,6 +73,37 @@ def tell(text):
 def codes_of(life):
     """The exit codes of its processes; None of one that runs."""
     return [handler.proc.poll() for handler in life.subprocess_handlers.values()]
+
+
+class Signals:
+    """The first signal ends this agent, at once or at the end of a start; others change nothing.
+
+    In the midst of a start torch does not know of all processes yet: one would be left behind.
+    """
+
+    first = None  # the arguments of torch's handler
+    starts = False  # processes
+    handled = threading.Event()  # all processes are asked to end
+    raise_it = processes_api._terminate_process_handler
+
+    @staticmethod
+    def handle(*arguments):
+        if not Signals.first:
+            Signals.first = arguments
+            if not Signals.starts:
+                Signals.raise_it(*arguments)
+
+    @staticmethod
+    @contextmanager
+    def kept():
+        """In this block processes are started."""
+        Signals.starts = True
+        try:
+            yield
+        finally:
+            Signals.starts = False
+            if Signals.first:
+                Signals.raise_it(*Signals.first)
 
 
 class Fork:
@@ -149,7 +183,8 @@ class Forks(processes_api.SubprocessContext):
             self.note_death(rank, in_words(code))
         if killed:
             try:
-                self.fork_successors()
+                with Signals.kept():
+                    self.fork_successors()
             except (OSError, EOFError):  # no room, or no fork server: then they begin later
                 self.end_successors()
         return super()._poll()
@@ -204,11 +239,11 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         while True:
             store.set_timeout(ANSWER)
             try:
-                self.refuse_to_spoil(store)
+                self.refuse_if_different(store)
                 super()._rendezvous(group)
                 self.round = self.state.round
                 self.whole = time.monotonic()
-                self.tell_who_is_gone(group)
+                self.log_departures(group)
                 return
             except DistNetworkError:
                 raise
@@ -220,7 +255,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             finally:
                 store.set_timeout(patience)
 
-    def tell_who_is_gone(self, group):
+    def log_departures(self, group):
         """Ranks know only that one of another machine has ended."""
         came = {node.addr for node in self.state.participants}
         gone = sorted(self.came - came)
@@ -228,7 +263,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             tell(f"torchrun: without {', '.join(gone)}")
         self.came = came
 
-    def refuse_to_spoil(self, store):
+    def refuse_if_different(self, store):
         """Compares a machine that comes with those that are there: its ranks would end them all."""
         self._rdzv_handler.num_nodes_waiting()  # reads the state
         if self.came:
@@ -252,7 +287,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         A heartbeat has the time of its machine; if it seems to be too old, or to come, the next one tells.
         """
         first = self.beats()
-        deadline = time.monotonic() + BEAT_SECONDS
+        deadline = time.monotonic() + CLOCK_SECONDS
         while first and time.monotonic() < deadline:
             ours = time.time()
             for node, beat in self.beats().items():
@@ -276,7 +311,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         """Restarts ranks that wait at their start for a dead machine; later they notice by themselves."""
         result = super()._monitor_workers(group)
         if result.is_failed():
-            self.tell_of_the_death(result)
+            self.log_failure(result)
         if not self.meets_others:
             return result
         state = self.state
@@ -285,7 +320,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         if not fewer:
             self.whole = time.monotonic()
         if result.state == WorkerState.SUCCEEDED:
-            alone = time.monotonic() - self.whole > AWAY_SECONDS
+            alone = time.monotonic() - self.whole > LEAVE_SECONDS
             return result if alone or self.all_ended(group) else RunResult(WorkerState.HEALTHY)
         others_meet = apart and not state.closed
         gone_at_the_start = fewer and self.notes("start-*")
@@ -295,7 +330,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             return RunResult(WorkerState.HEALTHY)
         return result
 
-    def tell_of_the_death(self, result):
+    def log_failure(self, result):
         """Prints which process has ended first; ends the job if another life cannot mend it.
 
         A survivor saves, and prints the death with what it saved; without one it is printed here.
@@ -356,13 +391,13 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         Agent.newest = self
         try:
             result = super().run(role)
-        except Exception as error:
-            # that one: a signal has come just as torch's clock began
-            cause = isinstance(error, UnboundLocalError) and error.__context__ or error
-            if isinstance(cause, processes_api.SignalException):  # it may have ended torch's wait for a save
-                self._shutdown(cause.sigval)
+        except Exception:
+            if Signals.first:  # it may have come in torch's own shutdown, or have become another error
+                self._shutdown(signal.Signals(Signals.first[0]))
             self.leave()
-            raise cause from None
+            if Signals.first:
+                Signals.raise_it(*Signals.first)
+            raise
         finally:
             Forks.end_successors()
         if not result:
@@ -373,30 +408,35 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             self.leave()
         return result
 
+    def _start_workers(self, group):
+        with Signals.kept():
+            return super()._start_workers(group)
+
     def _shutdown(self, *asked, **settings):
-        """Asks all to end; a signal after the one that has `asked` for it does not end the wait for saves."""
+        """Asks all to end, and waits for their saves; `asked` is the signal, if one has come."""
         if asked:
-            for number in STOP:
-                signal.signal(number, signal.SIG_IGN)
+            Signals.handled.set()
         super()._shutdown(*asked, **settings)
 
     def leave(self):
         """The others train on: by itself torch would end the job for all machines."""
         self._rdzv_handler._close = lambda: None
-        farewell = threading.Thread(target=self.say_farewell, daemon=True)  # a silent store does not answer
-        farewell.start()
-        farewell.join(AWAY_SECONDS)
+        thread = threading.Thread(target=self.leave_rendezvous, daemon=True)  # a silent store does not answer
+        thread.start()
+        thread.join(LEAVE_SECONDS)
 
-    def say_farewell(self):
+    def leave_rendezvous(self):
         with suppress(Exception):  # another kind of rendezvous, or no store any more
             self._rdzv_handler._stop_heartbeats()
             leave = dynamic_rendezvous._RendezvousExitOp()
-            self._rdzv_handler._op_executor.run(leave, time.monotonic() + AWAY_SECONDS)
+            self._rdzv_handler._op_executor.run(leave, time.monotonic() + LEAVE_SECONDS)
 
 
-class Known(pickle.Unpickler):
-    """Reads what agents tell each other; by itself a stranger's pickle could run any code."""
+class RendezvousUnpickler(pickle.Unpickler):
+    """In place of torch's `pickle`: reads what agents tell each other; a stranger's could run any code."""
 
+    dumps = staticmethod(pickle.dumps)
+    PickleError = pickle.PickleError
     known = {
         f"{dynamic_rendezvous.__name__}._RendezvousState",
         f"{dynamic_rendezvous.__name__}._NodeDesc",
@@ -405,6 +445,10 @@ class Known(pickle.Unpickler):
         "datetime.timedelta",
         "builtins.set",
     }
+
+    @classmethod
+    def loads(cls, data):
+        return cls(io.BytesIO(data)).load()
 
     def find_class(self, module, name):
         if f"{module}.{name}" in self.known:
@@ -415,9 +459,7 @@ class Known(pickle.Unpickler):
 def replace_names():
     """What of torch's is replaced for all agents of this process."""
     launcher_api.LocalElasticAgent = Agent
-    dynamic_rendezvous.pickle = SimpleNamespace(
-        dumps=pickle.dumps, loads=lambda data: Known(io.BytesIO(data)).load(), PickleError=pickle.PickleError
-    )
+    dynamic_rendezvous.pickle = RendezvousUnpickler
     # In two containers both agents can have the same name and the same process number.
     dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator._local_id = random.getrandbits(30)
     # The agent's is asked for with each process: where the name server is away, it takes 5 seconds each time.
@@ -433,22 +475,20 @@ def replace_names():
     dynamic_rendezvous.get_method_name = lambda: "look"
 
 
-def listen(folder):
-    """Obeys a signal in place of the main thread as long as a silent store keeps that in C."""
-    ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)
-    signal.set_wakeup_fd(mouth)
-    heard = threading.Event()
-    handler = processes_api._terminate_process_handler
+def watch_signals(folder):
+    """Handles a signal on a thread as long as a silent store keeps the main thread in C."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
 
-    def note(*arguments):
-        heard.set()
-        handler(*arguments)
-
-    def hear():
-        number = os.read(ear, 1)[0]
-        if heard.wait(DEAF_SECONDS):
+    def handle():
+        number = os.read(reader, 1)[0]
+        if Signals.handled.wait(HANDLE_SECONDS):
             return
+        if Signals.starts:  # an import that hangs: without its fork server that start fails
+            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+            if Signals.handled.wait(HANDLE_SECONDS):
+                return
         tell("torchrun: the rendezvous does not answer; asked to stop, this machine leaves")
         agent = Agent.newest
         if agent and agent._pcontext:
@@ -456,8 +496,8 @@ def listen(folder):
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(code_of_a_stop())
 
-    processes_api._terminate_process_handler = note
-    threading.Thread(target=hear, daemon=True).start()
+    processes_api._terminate_process_handler = Signals.handle
+    threading.Thread(target=handle, daemon=True).start()
 
 
 def code_of_a_stop():
@@ -476,7 +516,7 @@ def facts_of(options):
     return facts | options.of_all_ranks() if options else facts
 
 
-def hush():
+def silence_torchs_logs():
     """The agent's own logs say in pages what is said here in a line."""
     for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
@@ -494,7 +534,9 @@ def settle(args, folder):
     """Fills in what a person has left open; `folder` is temporary."""
     if args.log_dir in (None, "", os.devnull):
         args.log_dir = folder  # else torchrun leaves a folder behind at every start, or has none for notes
-    args.rdzv_conf = f"{MEETING},{args.rdzv_conf}".strip(",")  # the last one of a name counts
+    machines = int(args.nnodes.rpartition(":")[2])
+    meeting = MEETING.format(max(BEAT_SECONDS, -(-machines // MOST_BEATS)))
+    args.rdzv_conf = f"{meeting},{args.rdzv_conf}".strip(",")  # the last one of a name counts
     if args.standalone or args.nnodes in ("1", "1:1") and not args.rdzv_endpoint:
         # On one machine the agent meets only itself: a file is enough, and no port is open to the network.
         args.rdzv_backend = "c10d"
@@ -524,9 +566,9 @@ def address_towards(endpoint):
 def serve(arguments: list[str], folder: str, options: Options | None) -> int:
     """torchrun with these arguments; returns the exit code."""
     replace_names()
-    listen(folder)
+    watch_signals(folder)
     if "LOGLEVEL" not in os.environ:
-        hush()
+        silence_torchs_logs()
     try:
         parser = get_args_parser()
         parser.error = refuse

@@ -95,15 +95,15 @@ def main():
 
 def watch(process, file):
     """Until the process has ended, or is asked to."""
-    told = set()
+    reported = set()
     while not select.select([process], [], [], EVERY_SECONDS)[0]:
         cloud, notice = ("", f"{file} is there") if file and file.exists() else look()
         if notice:
             signal.pidfd_send_signal(process, signal.SIGTERM)
             say(f"notice: {notice}: SIGTERM to the training", sys.stderr)
             return
-        if cloud not in told:
-            told.add(cloud)
+        if cloud not in reported:
+            reported.add(cloud)
             nobody = f"no cloud answers at {ADDRESS}: {f'only {file}' if file else 'nothing'} is watched"
             say(f"notice: {f'{cloud} answers' if cloud else nobody}", sys.stderr)
 

@@ -28,7 +28,8 @@ from common.errors import UserError, blamed, run_command, say  # noqa: E402
 from common.ledger import named, newest_lives  # noqa: E402
 from common.options import parse_options  # noqa: E402
 from common.place import MEETING, STOPPED  # noqa: E402
-from common.torch_names import LAUNCHER, missing  # noqa: E402
+from common.torch_names import missing  # noqa: E402
+from launch.torch_names import LAUNCHER  # noqa: E402
 
 SETTINGS = {
     # Each node counts its own and other nodes' failures, and the first node to run out ends the job for all.

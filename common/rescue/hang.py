@@ -8,14 +8,12 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 
 from common.errors import say
 from common.rescue.alarm import Alarm
+from common.rescue.seconds import HANG_SECONDS, PLACES_SECONDS
 
-HANG_SECONDS = 600.0  # without progress, if --hang-timeout does not say
-PLACES_SECONDS = 5.0  # for all ranks to tell where they are
 SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
 MOVED = "moved"  # a message over a lifeline; any other one is a rank and its place
 
@@ -30,7 +28,7 @@ class Hang:
         self.limit = state.opts.hang_timeout or HANG_SECONDS
         self.heartbeat = state.heartbeat
         self.still = 0.0  # seconds since any rank made progress
-        self.told = 0.0  # when this rank last told that it moves
+        self.moved = 0.0  # when this rank last sent that it moves
         self.found = Alarm()
         self.places = {}  # by rank
 
@@ -52,14 +50,13 @@ class Hang:
                 self._tell_move()
         else:
             self._stand_still()
-            with suppress(ValueError):  # a stranger's, of the same machine
-                rank, place = message.split(" ", 1)
-                self.places[int(rank)] = place
+            rank, place = message.split(" ", 1)
+            self.places[int(rank)] = place
 
     def _tell_move(self):
         now = time.monotonic()
-        if now - self.told >= self.limit / 10:
-            self.told = now
+        if now - self.moved >= self.limit / 10:
+            self.moved = now
             self.tell(MOVED)
 
     def _stand_still(self):

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 
 from common.errors import UserError
 from common.ledger import Life, named
@@ -27,16 +26,16 @@ def refuse_a_crash_loop() -> None:
     place = here()
     if place.notes is None:
         return
-    last = range(place.restart - FAILED_LIVES, place.restart)
-    # a cleaner of /tmp takes a life's folder before its note, some days after both were made
-    known = [place.notes / f"attempt_{life}/{place.local_rank}" for life in last]
-    opened = [place.notes / f"opened.{life}" for life in last]
-    if all(map(Path.exists, known)) and not any(map(Path.exists, opened)):
-        raise UserError(
-            f"{FAILED_LIVES} lives in a row ended before they could train; their errors are above\n"
-            "mend the cause, then start again",
-            code=5,
-        )
+    for life in range(place.restart - FAILED_LIVES, place.restart):
+        # a cleaner of /tmp takes a life's folder before its note, some days after both were made
+        known = (place.notes / f"attempt_{life}/{place.local_rank}").exists()
+        if not known or (place.notes / f"opened.{life}").exists():
+            return
+    raise UserError(
+        f"{FAILED_LIVES} lives in a row ended before they could train; their errors are above\n"
+        "mend the cause, then start again",
+        code=5,
+    )
 
 
 def note_that_it_trains() -> None:

@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 from common.place import end_of
 from common.rescue.alarm import Alarm
+from common.rescue.seconds import DEATH_SECONDS, PEER_SECONDS
 from common.world import lifelines
-
-PEER_SECONDS = 1.0  # for the main thread to end its step after a peer's end
-DEATH_SECONDS = 0.5  # until a launcher knows how its process has ended
 
 
 class Death(NamedTuple):

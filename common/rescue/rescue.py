@@ -5,7 +5,7 @@ survivor is enough: every rank that is alive tries to save the last whole step b
 
 From a signal to the exit:
 1. `Watch` (watch.py) hears it on the thread of `_stand_by`, and has its name.
-2. The main thread ends its step; elastic.py sees that this rank `leaves`, and calls `leave`.
+2. The main thread ends its step; elastic.py sees that this rank is `asked`, and calls `leave`.
 3. `leave` finds its row of `WayOut`, saves (`rescue` of the store), prints one line, and exits with its code.
 4. If the main thread does not come within STEP_SECONDS, the thread calls `leave` in its place.
 
@@ -27,14 +27,11 @@ import torch
 
 from common.errors import UserError, dismiss_agent, note_reason, one_line, say
 from common.place import here
-from common.rescue.lifelines import DEATH_SECONDS, PEER_SECONDS
+from common.rescue.seconds import AGENT_SECONDS, DEATH_SECONDS, PEER_SECONDS, SAVER_SECONDS
 from common.rescue.watch import Watch
 from common.store import CheckpointStore
 from common.world import WATCHED
 
-AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
-STEP_END_SECONDS = 1.0  # for an update that has begun
-SAVER_SECONDS = 0.05  # the rank that has saved speaks first
 ALL_SAVED = 143  # exit codes
 FENCED = 6
 LAST_TO_SAVE = 3  # higher: saves fail, no progress, another job's run, a wrong state
@@ -70,7 +67,7 @@ class Saved(NamedTuple):
 
 
 class Rescue:
-    """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.leaves` each step."""
+    """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.asked` each step."""
 
     def __init__(self, store: CheckpointStore, on_exit: Iterable[Callable[[], None]] = ()) -> None:
         self.store = store  # it has restored the state
@@ -153,11 +150,6 @@ class Rescue:
             with suppress(OSError):
                 (self.control / name).unlink()
 
-    @property
-    def leaves(self) -> bool:
-        """Whether this rank leaves after this step."""
-        return bool(self.asked)
-
     def leave(self, error: BaseException | None = None, hangs: bool = False) -> None:
         """End this life early, on any thread, and nowhere else: save the newest whole step, exit.
 
@@ -171,7 +163,7 @@ class Rescue:
             dismiss_agent()  # it would start another life
 
         if not on_main_thread:  # the main thread, if it still moves, must not finish another step
-            self.state.lock.acquire(timeout=STEP_END_SECONDS)
+            self.state.lock.acquire(timeout=PEER_SECONDS)
         saved = self._save(way)
         if way is WayOut.PEER_DIED:
             way, cause = self._end_of_the_peer()

@@ -19,11 +19,8 @@ from common.rescue.alarm import Alarm
 from common.rescue.hang import Hang
 from common.rescue.lifelines import Lifelines
 from common.rescue.parting import Parting
+from common.rescue.seconds import LOCKED_SECONDS, LOOK_SECONDS, STEP_SECONDS
 from common.world import gather
-
-STEP_SECONDS = 10.0  # for a signalled main thread to end its step; plain torchrun kills after 30
-LOOK_SECONDS = 1.0
-LOCKED_SECONDS = 86_400.0  # without any Python thread: then faulthandler ends this process, stopped or not
 
 
 class Watch:
@@ -33,7 +30,7 @@ class Watch:
         us = this_process()
         self.processes = gather(world, [us["pid"], us["host"], us["machine"]])
         self.starts = [start for _, start in gather(world, us["process"])]  # in ticks since boot
-        self.parting = False  # no step is left: the end of a rank is no death, a signal is obeyed at once
+        self.parting = False  # no step is left: the end of a rank is no death, a signal ends this one at once
         self.stopped = False
         self.lifelines = Lifelines(world, self.processes)
         self.hang = Hang(state, world, self.lifelines.tell)

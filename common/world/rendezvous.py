@@ -165,4 +165,3 @@ def interface_towards(host):
             with suppress(OSError):  # it has no address
                 if fcntl.ioctl(udp, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == address:
                     return name
-    return None

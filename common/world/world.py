@@ -27,6 +27,7 @@ from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towa
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
 MAY_DIFFER = ("build of torch", "CPU or GPU")  # of the bit_facts: other bits are possible, not sure
+MOST_IN_A_MESH = 256  # ranks that gloo connects at the start, each with each; more connect when they talk
 BLOCK_WORDS = 1 << 16  # of a tensor that are scrambled at once: they stay in a core's cache
 ODD = (-7046029254386353131, -4658895280553007687)  # the factors of splitmix64, as numbers with a sign
 M_TRIM_THRESHOLD = -1  # of mallopt: which freed memory goes back to the kernel
@@ -56,8 +57,11 @@ class World:
 
     def memory(self) -> dict[str, int]:
         """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
-        own = filter(is_gpu, self.devices)
-        return {f"MiB_{gpu.index}": module_of(gpu).memory_allocated(gpu) >> 20 for gpu in own}
+        return {
+            f"MiB_{gpu.index}": module_of(gpu).memory_allocated(gpu) >> 20
+            for gpu in self.devices
+            if is_gpu(gpu)
+        }
 
     # ---- collectives ------------------------------------------------------------------------------
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -167,14 +171,7 @@ def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
     if is_gpu(devices[0]) and not (opts.devices or placed):
         devices = own_share(devices, opts, place, store)
     pin(opts)
-    world = World(
-        place.rank,
-        place.size,
-        place.local_rank,
-        place.local_size,
-        devices,
-        uuid.uuid4().hex[:12],
-    )
+    world = World(place.rank, place.size, place.local_rank, place.local_size, devices, uuid.uuid4().hex[:12])
     world.use_device()
     if store:
         _init_process_group(store, place, devices)
@@ -244,11 +241,11 @@ def visible_devices(opts, place, placed=()):
             f"(CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
             f"choose among {', '.join(sorted(kinds))}, or make one visible"
         )
-    if placed and opts.devices:
-        raise UserError(
-            f"--devices cannot take effect: the net lies on {', '.join(map(str, placed))}\nleave it out"
-        )
     if placed:
+        if opts.devices:
+            raise UserError(
+                f"--devices cannot take effect: the net lies on {', '.join(map(str, placed))}\nleave it out"
+            )
         return tuple(placed)
     cpu = torch.device("cpu")
     if opts.devices:
@@ -276,8 +273,8 @@ def own_share(seen, opts, place, store):
         store.set(f"sees/{place.rank}", uuids)
         first = place.rank - place.local_rank
         machine = range(first, first + place.local_size)
-        told = store.multi_get([f"sees/{rank}" for rank in machine])
-        sharers = [rank for rank, others in zip(machine, told, strict=True) if others.decode() == uuids]
+        lists = store.multi_get([f"sees/{rank}" for rank in machine])
+        sharers = [rank for rank, others in zip(machine, lists, strict=True) if others.decode() == uuids]
     each = len(seen) // len(sharers)
     if not each:
         raise UserError(
@@ -297,13 +294,14 @@ def uuid_of(gpu):
 def _init_process_group(store, place, devices):
     device = devices[0]
     if place.size == place.local_size:  # no network for the gradients of one machine
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    elif "GLOO_SOCKET_IFNAME" not in os.environ:
-        # by itself gloo listens where the machine's own name points: a loopback on Debian
+        interface = "lo"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    else:  # by itself gloo listens where the machine's own name points: a loopback on Debian
         interface = interface_towards(place.address)
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if place.size > MOST_IN_A_MESH:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo"
     if is_gpu(device):
         ranks = max(store.add(f"gpu/{uuid_of(gpu)}", 1) for gpu in devices if is_gpu(gpu))

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
 
 from common.errors import UserError
-from launch.agent import Agent, Forks, replace_names
+from launch.agent import Agent, Forks, Signals, replace_names
 
 DIES = """
 import os, signal
@@ -314,11 +314,12 @@ def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, pl
 def test_a_signal_that_comes_as_torchs_clock_begins_is_a_stop_all_the_same(monkeypatch):
     def run(agent, role):
         try:
-            raise SignalException("SIGTERM", signal.SIGTERM)
+            Signals.handle(signal.SIGTERM, None)
         finally:
             raise UnboundLocalError("start")
 
     monkeypatch.setattr(local_elastic_agent.LocalElasticAgent, "run", run)
+    monkeypatch.setattr(Signals, "first", None)
     agent = Agent.__new__(Agent)
     asked = []
     agent._shutdown = asked.append

@@ -73,6 +73,13 @@ def in_a_lock(world):
     libc.pthread_mutex_lock(mutex)  # no signal ends this
 
 
+def in_a_lock_of_its_own(world):
+    """A process for loading; if the test itself is killed, it ends some time."""
+    os.setsid()
+    signal.alarm(600)
+    in_a_lock(world)
+
+
 def in_a_store(world):
     world.store.wait(["never"])
 
@@ -85,7 +92,7 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
             step(state)
             step(state)
             world.barrier()
-            get_context("fork").Process(target=lambda: (os.setsid(), in_a_lock(world))).start()
+            get_context("fork").Process(target=in_a_lock_of_its_own, args=(world,)).start()
             end_soon()
             stuck(world)
 

@@ -62,6 +62,20 @@ def free_port():
             return port
 
 
+def carries(pid, token):
+    """Whether this process has it in its environment."""
+    try:
+        return token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def alive(token):
+    """Every living process that carries it; zombies do not live."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in pids if carries(pid, token) and state(pid) not in "ZX"]
+
+
 class Jobs:
     """What one test, or one campaign, starts; the end of the `with` leaves no process of it."""
 
@@ -151,19 +165,11 @@ class Jobs:
 
     def owns(self, pid):
         """Whether that process carries our token: a pid alone may be somebody else's by now."""
-        try:
-            return self.token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False
+        return carries(pid, self.token)
 
     def alive(self):
         """Every living process of ours, the warm one excepted; zombies do not live."""
-        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        return [
-            pid
-            for pid in pids
-            if self.owns(pid) and not (self.warm and pid == self.warm.pid) and state(pid) not in "ZX"
-        ]
+        return [pid for pid in alive(self.token) if not (self.warm and pid == self.warm.pid)]
 
     def kill(self, pid, number=signal.SIGKILL):
         """Whether the signal was sent to a living process of ours."""

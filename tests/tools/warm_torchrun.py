@@ -25,7 +25,7 @@ import traceback
 import types
 
 import pages
-import police
+from jobs import alive
 
 ROOT = os.path.abspath(f"{__file__}/../../..")
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD")
@@ -188,8 +188,11 @@ def main():
             os.read(reader, 4096)
         if 0 in ready:
             data = os.read(0, 1 << 16)
-            if not data:
-                return  # the test is over; it has ended what it started
+            if not data:  # the test is over: it has ended what it started, unless it was killed itself
+                for pid in alive(os.environ["JOBS_TOKEN"]):
+                    if pid != os.getpid():
+                        os.kill(pid, signal.SIGKILL)
+                return
             *lines, buffered = (buffered + data).split(b"\n")
             for line in lines:
                 started = _start(json.loads(line))
@@ -206,10 +209,8 @@ def main():
 
 
 def _start(request):
-    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        police.end_with(parent)  # which ends with pytest: its stdin is at an end
         out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for fd, wanted in ((nothing, 0), (out, 1), (out, 2)):

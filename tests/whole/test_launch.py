@@ -220,6 +220,21 @@ def test_settings_of_the_rendezvous_come_on_top_of_the_launchers_own(tmp_path):
     }
 
 
+@pytest.mark.parametrize("machines", [4, 128, 129, 512, 1024, 2048])
+def test_machines_write_at_most_64_heartbeats_a_second_however_many_they_are(tmp_path, machines):
+    """Each rewrites one value of the store: from 600 machines on some would seem to be dead."""
+    words = [
+        f"--nnodes=1:{machines}",
+        "--rdzv_endpoint=127.0.0.1:29400",
+        "--rdzv_backend=c10d",
+        "train_ddp.py",
+    ]
+    args = agent.get_args_parser().parse_args(words)
+    agent.settle(args, str(tmp_path))
+    seconds = int(agent.config_from_args(args)[0].rdzv_configs["keep_alive_interval"])
+    assert machines / seconds <= 64 and (seconds == 2) == (machines <= 128)
+
+
 @pytest.mark.parametrize(
     "name, endpoint, address",
     [

@@ -8,12 +8,13 @@ from jobs import PACED, ROOT
 from common import torch_names
 from common.errors import UserError
 from common.options import parser
-from common.torch_names import LAUNCHER, TRAINING, missing
+from common.torch_names import TRAINING, missing
+from launch.torch_names import LAUNCHER
 
 NAMES = [(where, name) for table in (TRAINING, LAUNCHER) for where in table for name in table[where].split()]
 # of Python, of other packages, and of this project
-NOT_TORCHS = {"_exit", "_current_frames", "_popen", "_send_signal", "_forkserver", "_forkserver_alive_fd"}
-NOT_TORCHS |= {"_run_exitfuncs", "_clear"}
+NOT_TORCHS = {"_exit", "_current_frames", "_popen", "_send_signal", "_forkserver"}
+NOT_TORCHS |= {"_forkserver_alive_fd", "_forkserver_pid", "_run_exitfuncs", "_clear"}
 
 
 def names_used(path):

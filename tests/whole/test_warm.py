@@ -144,16 +144,20 @@ def test_a_terminal_that_closes_while_the_launcher_imports_leaves_143_and_no_fol
         assert not any(name.startswith("torchelastic_") for name in os.listdir(place))
 
 
+# Its words: a note that it has begun, and one that lets it end.
+DEAF = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+begun, saved = map(pathlib.Path, sys.argv[1:])
+begun.touch()
+while not saved.exists():
+    time.sleep(0.01)
+sys.exit(143)
+"""
+
+
 def test_no_number_of_signals_ends_the_wait_for_a_save(jobs, tmp_path):
-    saves = script(
-        tmp_path,
-        "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "begun, saved = map(pathlib.Path, sys.argv[1:])\n"
-        "begun.touch()\nwhile not saved.exists(): time.sleep(0.01)\n"
-        "sys.exit(143)\n",
-    )
-    job = jobs.start(TORCHRUN, saves, tmp_path / "begun", tmp_path / "saved")
+    job = jobs.start(TORCHRUN, script(tmp_path, DEAF), tmp_path / "begun", tmp_path / "saved")
     until((tmp_path / "begun").exists, "the script")
     for _ in range(6):
         job.kill(signal.SIGTERM)
@@ -174,17 +178,52 @@ def test_a_stopped_worker_is_woken_for_the_stop_and_not_waited_for(jobs, run, ra
 
 
 def test_who_does_not_end_is_killed_after_the_time_for_a_save_and_has_not_saved(jobs, tmp_path):
-    deaf = script(
-        tmp_path,
-        "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        # its agent has to know of it first: a signal in the midst of a start may miss a deaf process
-        "time.sleep(1)\npathlib.Path(sys.argv[1]).touch()\nwhile True: time.sleep(1)\n",
-    )
-    job = jobs.start(TORCHRUN, deaf, tmp_path / "begun", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    deaf = [script(tmp_path, DEAF), tmp_path / "begun", tmp_path / "saved"]
+    job = jobs.start(TORCHRUN, *deaf, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     until((tmp_path / "begun").exists, "the script")
     job.kill(signal.SIGTERM)
     job.ends_with(1)
+
+
+# A signal comes when a process has begun and the agent does not know it yet.
+IN_THE_MIDST = """
+import os, pathlib, runpy, signal, sys, time
+from multiprocessing import context
+begin = context.ForkServerProcess._Popen
+def midst(process):
+    popen = begin(process)
+    while not pathlib.Path(sys.argv[-2]).exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return popen
+context.ForkServerProcess._Popen = staticmethod(midst)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_signal_in_the_midst_of_a_start_leaves_no_process_behind(jobs, tmp_path, nproc):
+    (tmp_path / "midst.py").write_text(IN_THE_MIDST)
+    deaf = [script(tmp_path, DEAF), tmp_path / "begun", tmp_path / "saved"]
+    launcher = [tmp_path / "midst.py", TORCHRUN, f"--nproc_per_node={nproc}"]
+    job = jobs.start(*launcher, *deaf, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    job.ends_with(1)  # it was asked, did not end, and was killed
+    until(lambda: not jobs.alive(), "the end of its fork server", 20)
+
+
+def test_a_signal_during_an_import_that_hangs_ends_the_job(jobs, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import pathlib, time\n"
+        "def data(folder):\n"
+        "    pathlib.Path(__file__).with_name('begun').touch()\n"
+        "    time.sleep(600)\n"
+    )
+    job = warm(jobs, f"--dataset={tmp_path}/own.py:data")
+    until((tmp_path / "begun").exists, "the import")
+    job.kill(signal.SIGTERM)
+    job.ends_with(143)
+    until(lambda: not jobs.alive(), "the end of its fork server", 20)
 
 
 @pytest.mark.parametrize(

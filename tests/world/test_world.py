@@ -233,6 +233,32 @@ def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_g
     assert meeting.interface_towards("127.0.0.1") == "lo"
 
 
+def sockets_of_a_start(world, most_in_a_mesh):
+    def sockets():
+        return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket") for fd in open_files())
+
+    def open_files():
+        return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+    dist.destroy_process_group()
+    worlds.MOST_IN_A_MESH = most_in_a_mesh
+    before = sockets()
+    worlds._init_process_group(dist.PrefixStore("again", world.store), here(), (torch.device("cpu"),))
+    assert world.all_sum(torch.ones(1)).item() == world.size
+    made = sockets() - before
+    world.barrier()
+    return made
+
+
+def test_over_256_ranks_gloo_connects_a_rank_with_those_that_it_talks_to_and_not_with_all():
+    """All with all are 131,000 sockets on a machine of 16,384 ranks."""
+    assert worlds.MOST_IN_A_MESH == 256
+    few, many = (max(fork_ranks(size, sockets_of_a_start, 2)) for size in (4, 8))
+    assert few == many
+    few, many = (max(fork_ranks(size, sockets_of_a_start, 256)) for size in (4, 8))
+    assert many - few == 4
+
+
 def rank_1_never_comes(world):
     if world.rank == 1:
         return 0.0
