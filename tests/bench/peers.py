@@ -236,10 +236,10 @@ def torchft(run):
         criterion(model(x), ids).backward()
         before = manager.current_step()
         steps.step()
+        place.write_text(str(index))
         if manager.current_step() > before and manager.is_participating():
             notes.began(manager.current_step(), ids)
             notes.made(manager.current_step())
-        place.write_text(str(index))
     manager.shutdown(wait=False)
     return net
 
