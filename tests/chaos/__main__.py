@@ -36,6 +36,7 @@ def main():
     assert {*only} <= {*TARGETS, *machines.FAULTS}, f"--only is one of {[*TARGETS, *machines.FAULTS]}"
     assert not (args.table and args.machines), "--table is of a campaign without --machines"
     rng = random.Random(args.seed)
+    commit = ran("git", "describe", "--always", "--dirty").stdout.strip()  # of what is struck
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
         os.environ["TMPDIR"] = temporary  # killed agents leave their log folders behind
@@ -52,7 +53,6 @@ def main():
                 print(f"{time.monotonic() - began:.0f} s", json.dumps(summary(campaign), indent=1))
             assert_that_it_struck(campaign)
     if args.table:
-        commit = ran("git", "describe", "--always", "--dirty").stdout.strip()
         command = shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])
         Path(args.table).write_text(table(campaign, commit, command))
 
