@@ -38,4 +38,5 @@ not know each other. extras/ stands beside them: an option or a command enters i
 
 import pkgutil
 
+__version__ = "0.5.0"  # .github/CHANGELOG.md says what it changes
 __path__ = pkgutil.extend_path(__path__, __name__)  # beside a `common/` of a user's own; see elastic.py

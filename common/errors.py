@@ -59,8 +59,14 @@ CONTROL = {n: f"\\x{n:02x}" for n in (*range(9), *range(11, 32), *range(127, 160
 FIRST_RANK_SECONDS = 0.5  # before it leaves: rank 0's store ends with it
 OTHER_RANKS_SECONDS = 3.0  # before they print: the agent ends them first if all have the error
 MEND = "mend it, then start again; --debug shows the whole stack"
-NO_FIXED_BITS = "does not have a deterministic implementation"  # torch, of an operation under --virtual-ranks
-REPLACE = "replace the layer that needs it (--debug shows where), or leave out --virtual-ranks"
+WORDS_OF_TORCH = {  # the way out of what it refuses
+    "does not have a deterministic implementation": (
+        "replace the layer that needs it (--debug shows where), or leave out --virtual-ranks"
+    ),
+    "Expected more than 1 value per channel when training": (
+        "a process had one sample: resume with fewer processes, or begin anew with GroupNorm"
+    ),
+}
 
 
 def may_pass(error: BaseException | None) -> bool:
@@ -87,9 +93,10 @@ def blamed(what: str = "", way_out: str = MEND) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if NO_FIXED_BITS in str(error):
-            what = what or "--virtual-ranks"
-            way_out = REPLACE
+        for words, other_way in WORDS_OF_TORCH.items():
+            if words in str(error):
+                what = what or "a layer"
+                way_out = other_way
         place = users_line(error)
         if may_pass(error) or not (what or place):
             raise

@@ -84,7 +84,6 @@ def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[st
         atexit._run_exitfuncs()  # multiprocessing leaves them out
 
 
-with suppress(
-    Exception
-):  # each process meets the same error and prints it; other programs have no such variable
+# Each process meets the same error and prints it; other programs have no such variable.
+with suppress(Exception):
     preload(*json.loads(os.environ.pop("LAUNCH_PRELOAD")))

@@ -10,14 +10,18 @@ from common.errors import UserError
 from common.models import build_model
 from common.options import Options, read_options, refuse_foreign_code
 
+# of a loop of one's own: a function that returns its net asks for nothing
+NOT_KNOWN = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}
+
 
 def load(run: str | Path, which: str | int, model: str) -> nn.Module:
     """See common.models.load."""
     weights, facts = weights_of(Path(run), which)
-    if not facts["data"]:
+    data = facts["data"] or NOT_KNOWN
+    if not (facts["data"] or model):
         raise UserError(
             f"{run} was trained by a script of its own, which builds the net\n"
-            f"build it there, and give it python -m common.checkpoint {run} --best --export w.pt"
+            f"name a function that returns that net: load({str(run)!r}, model='PATH/file.py:function')"
         )
     own = {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
     given = read_options(run)
@@ -27,8 +31,7 @@ def load(run: str | Path, which: str | int, model: str) -> nn.Module:
         _ask_for_its_file(run, given["model"])
         refuse_foreign_code(run, {"model": given["model"]})
     opts = Options(**given | own)
-    data = DataFacts(**facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
-    net = build_model(opts, data)
+    net = build_model(opts, DataFacts(**data | {"sample_shape": tuple(data["sample_shape"])}))
     net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
     return net.eval()
 

@@ -1,31 +1,30 @@
 """A kill in mid-epoch, and a resize from 2 to 3 processes: what this project and its peers make of them.
 
-    pip install accelerate torchft                             # the other peers are in torch
-    python tests/bench/peers.py                                # ten minutes a round, more if it is busy
+    pip install accelerate lightning torchft                   # the other peers are in torch
+    python tests/bench/peers.py                                # about half an hour
     python tests/bench/peers.py --ways torch.save,torchrun --rounds 1
-    python tests/bench/peers.py --batch divided                # 64 samples a step, over all processes
 
 Each trains one epoch of the same net on the same samples, the way its own documentation says, and writes down
 the samples of each step. The peers save every 50 steps; ours saves nothing before it has to. As in their
 tutorials a peer's process has 32 samples a step, however many there are. torchft has a group a process, which
-goes through its own share once, and notes its place in it.
+goes through its own share once, and notes its place in it. Of each column the rounds, whose kills differ:
 
-    s        from SIGKILL of one of two processes until two new steps are made (one may be under way); of a
+    seconds  from SIGKILL of one of two processes until two new steps are made (one may be under way); of a
              resize from SIGTERM of all, then a start with three (torchft: a third group joins)
     lost     steps that were made and had to be made again
     missed, repeated    samples of the epoch, in the steps that the final model is made of
+    bits     whether that model is the one of the undisturbed run, bit for bit
 """
 
+import hashlib
 import json
 import os
 import random
+import shutil
 import signal
-import statistics
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -34,12 +33,12 @@ from turns import ROOT, arguments  # isort: skip  (first: it finds the others)
 import torch
 from jobs import Jobs, free_port, until
 from torch import distributed, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 SAMPLES = 9600
+BATCH = 32  # of a process
 EVERY = 50  # steps between two saves
 PACE_SECONDS = 0.03  # of a step
 KILLS = range(55, 95)  # steps
@@ -58,51 +57,58 @@ def build():
     return net, torch.optim.AdamW(net.parameters(), 1e-3)
 
 
+def criterion(outputs, ids):
+    return nn.functional.cross_entropy(outputs, ids % 10)
+
+
 class Notes:
     """A file a process, written through to the kernel: a kill loses no line."""
 
-    def __init__(self, run):
-        self.life = os.environ.get("START", "0") + "." + os.environ["TORCHELASTIC_RESTART_COUNT"]
-        self.step = 0
+    def __init__(self, run, life=None):
+        self.life = life or os.environ.get("START", "0") + "." + os.environ["TORCHELASTIC_RESTART_COUNT"]
         self.file = open(run / f"notes-{os.getpid()}", "a", buffering=1)
 
-    def write(self, *fields):
-        self.file.write(json.dumps([self.life, *fields]) + "\n")
+    def began(self, step, ids):
+        self.file.write(json.dumps([self.life, step, ids.tolist()]) + "\n")
 
-    def begin(self, step, ids):
-        if step > self.step:
-            time.sleep(PACE_SECONDS)
-        self.step = step
-        self.write(step, ids.tolist())
+    def made(self, step):
+        self.file.write(json.dumps([self.life, step]) + "\n")
+        time.sleep(PACE_SECONDS)
 
 
-def ours(run, batch):
+def ours(run):
     from common.elastic import Elastic
 
     notes = Notes(run)
     net, optimizer = build()
     with Elastic(
-        net=net, optimizer=optimizer, dataset=samples(), run_dir=run / "run", batch_size=64, virtual_ranks=6
+        net=net,
+        optimizer=optimizer,
+        dataset=samples(),
+        run_dir=run / "run",
+        batch_size=2 * BATCH,
+        virtual_ranks=6,
     ) as training:
-        for piece in training:
-            step = training.progress.step + 1
-            notes.begin(step, piece.y)
-            training.step(cross_entropy(training.model(piece.x), piece.y % 10))
-            if training.progress.step == step:
-                notes.write(step)
+        for batch in training:
+            notes.began(training.progress.step + 1, batch.y)
+            training.step(criterion(training.model(batch.x), batch.y))
+            if training.stepped:
+                notes.made(training.progress.step)
+    return net
 
 
 def train(run, model, optimizer, batches, done, save, backward=torch.Tensor.backward):
     """What is left of the epoch, as tutorials write it."""
     notes = Notes(run)
     for step, (x, ids) in enumerate(batches, done + 1):
-        notes.begin(step, ids)
+        notes.began(step, ids)
         optimizer.zero_grad()
-        backward(cross_entropy(model(x), ids % 10))
+        backward(criterion(model(x), ids))
         optimizer.step()
-        notes.write(step)
+        notes.made(step)
         if step % EVERY == 0:
             save(step)
+    return model
 
 
 def newest(run, name):
@@ -111,16 +117,16 @@ def newest(run, name):
     return (int(folders[-1].name), folders[-1]) if folders else (0, None)
 
 
-def distribute(batch):
+def distribute():
     distributed.init_process_group("gloo")
     net, optimizer = build()
     sampler = DistributedSampler(samples())
     sampler.set_epoch(0)
-    return DistributedDataParallel(net), optimizer, DataLoader(samples(), batch, sampler=sampler)
+    return DistributedDataParallel(net), optimizer, DataLoader(samples(), BATCH, sampler=sampler)
 
 
-def torch_save(run, batch):
-    model, optimizer, loader = distribute(batch)
+def torch_save(run):
+    model, optimizer, loader = distribute()
     path = run / "snapshot.pt"
     done = 0
     if path.exists():
@@ -134,14 +140,14 @@ def torch_save(run, batch):
             net = model.module.state_dict()
             torch.save({"net": net, "optimizer": optimizer.state_dict(), "step": step}, path)
 
-    train(run, model, optimizer, islice(loader, done, None), done, save)
+    return train(run, model, optimizer, islice(loader, done, None), done, save)
 
 
-def dcp(run, batch):
+def dcp(run):
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model, optimizer, loader = distribute(batch)
+    model, optimizer, loader = distribute()
     done, folder = newest(run, ".metadata")
     if folder:
         net, moments = get_state_dict(model, optimizer)
@@ -152,15 +158,15 @@ def dcp(run, batch):
         net, moments = get_state_dict(model, optimizer)
         checkpoint.save({"net": net, "optimizer": moments}, checkpoint_id=run / f"{step:06}")
 
-    train(run, model, optimizer, islice(loader, done, None), done, save)
+    return train(run, model, optimizer, islice(loader, done, None), done, save)
 
 
-def accelerate(run, batch):
+def accelerate(run):
     from accelerate import Accelerator, utils
 
     utils.set_seed(0)
     accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = accelerator.prepare(*build(), DataLoader(samples(), batch, shuffle=True))
+    model, optimizer, loader = accelerator.prepare(*build(), DataLoader(samples(), BATCH, shuffle=True))
     done, folder = newest(run, "random_states_0.pkl")
     if folder:
         accelerator.load_state(folder)
@@ -170,60 +176,86 @@ def accelerate(run, batch):
     def save(step):
         accelerator.save_state(run / f"{step:06}")
 
-    train(run, model, optimizer, batches, done, save, accelerator.backward)
+    return train(run, model, optimizer, batches, done, save, accelerator.backward)
 
 
-def torchft(run, batch):
+def lightning(run):
+    from lightning import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    notes = Notes(run)
+    net, optimizer = build()
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def configure_optimizers(self):
+            return optimizer
+
+        def training_step(self, batch, index):
+            notes.began(self.global_step + 1, batch[1])
+            return criterion(net(batch[0]), batch[1])
+
+        def on_train_batch_end(self, *_):
+            notes.made(self.global_step)
+
+    saves = ModelCheckpoint(run, save_last=True, every_n_train_steps=EVERY)
+    size = int(os.environ["WORLD_SIZE"])
+    trainer = Trainer("cpu", "ddp", size, max_epochs=1, callbacks=[saves], logger=False)
+    trainer.fit(Module(), DataLoader(samples(), BATCH, shuffle=True), ckpt_path="last")
+    return net
+
+
+def torchft(run):
     import torchft as ft
 
     group = int(os.environ["REPLICA_GROUP_ID"])
-    notes = Notes(run)
-    notes.life = "one"  # of all groups
+    groups = int(os.environ["NUM_REPLICA_GROUPS"])
+    notes = Notes(run, life="of all groups")
     net, optimizer = build()
+    parts = {"net": net, "optimizer": optimizer}
     manager = ft.Manager(
         pg=ft.ProcessGroupGloo(),
         min_replica_size=1,
-        state_dict=lambda: {"net": net.state_dict(), "optimizer": optimizer.state_dict()},
-        load_state_dict=lambda state: (
-            net.load_state_dict(state["net"]),
-            optimizer.load_state_dict(state["optimizer"]),
-        ),
+        state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
+        load_state_dict=lambda state: [part.load_state_dict(state[name]) for name, part in parts.items()],
         replica_id=f"peer_{group}",
     )
     model = ft.DistributedDataParallel(manager, net)
     steps = ft.Optimizer(manager, optimizer)
-    groups = int(os.environ["NUM_REPLICA_GROUPS"])
     sampler = ft.DistributedSampler(
         samples(), replica_rank=group, num_replica_groups=groups, group_rank=0, num_replicas=1
     )
-    loader = DataLoader(samples(), batch, sampler=sampler)
     place = run / f"place-{group}"
     done = int(place.read_text()) if place.exists() else 0
-    for index, (x, ids) in enumerate(islice(loader, done, None), done + 1):
-        time.sleep(PACE_SECONDS)
+    batches = islice(DataLoader(samples(), BATCH, sampler=sampler), done, None)
+    for index, (x, ids) in enumerate(batches, done + 1):
         steps.zero_grad()
-        cross_entropy(model(x), ids % 10).backward()
+        criterion(model(x), ids).backward()
         before = manager.current_step()
         steps.step()
-        if manager.current_step() > before and manager.is_participating():
-            notes.write(manager.current_step(), ids.tolist())
-            notes.write(manager.current_step())
         place.write_text(str(index))
+        if manager.current_step() > before and manager.is_participating():
+            notes.began(manager.current_step(), ids)
+            notes.made(manager.current_step())
     manager.shutdown(wait=False)
+    return net
+
+
+WAYS = {
+    "torchrun": ours,
+    "launch/torchrun.py": ours,
+    "torch.save": torch_save,
+    "dcp": dcp,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "torchft": torchft,
+}
 
 
 # ---- the bench ------------------------------------------------------------------------------------
-WAYS = {
-    "torch.save": torch_save,
-    "launch/torchrun.py": ours,
-    "torchrun": ours,
-    "dcp": dcp,
-    "accelerate": accelerate,
-    "torchft": torchft,
-}
-LIGHTHOUSE = "--min_replicas=1", "--quorum_tick_ms=100", "--join_timeout_ms=10000", "--bind"
-
-
 def notes_of(run):
     """{life: [(step,) of each step that was made, (step, ids) of each that began]}"""
     lives = defaultdict(list)
@@ -254,69 +286,100 @@ def count(run):
     return lost, SAMPLES - len(used), used.total() - len(used)
 
 
-def start(jobs, name, words, size, **env):
-    # with one store for all restarts a process may find the address of a dead one
-    launcher = [ROOT / name] if name.startswith("launch") else ["torchrun", "--standalone"]
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    options = [f"--nproc_per_node={size}", "--max_restarts=3"]
-    return jobs.start(*launcher, *options, __file__, "--train", name, *words, cold=True, **env)
+def bits(run):
+    return {path.read_text() for path in run.glob("bits-*")}
 
 
-def turn(jobs, name, event, batch, rng):
-    """Seconds, then what `count` finds, of a training of its own."""
-    run = Path(tempfile.mkdtemp(dir=jobs.folder))
-    launch = partial(start, jobs, name, ["--into", run, "--batch", batch])
-    grows = event == "resize"
-    if name == "torchft":
-        place = f"localhost:{free_port()}"
-        program = Path(sys.executable).with_name("torchft_lighthouse")
-        lighthouse = jobs.start(*LIGHTHOUSE, place, cold=True, program=program)
-        env = {"TORCHFT_LIGHTHOUSE": f"http://{place}", "NUM_REPLICA_GROUPS": str(2 + grows)}
-        groups = (launch(1, REPLICA_GROUP_ID=str(group), **env) for group in range(3))
-        agents = [next(groups), next(groups)]
+class Training:
+    """What is started for one way; torchft has an agent a group, which meet at a lighthouse."""
+
+    def __init__(self, jobs, way, groups):
+        self.jobs = jobs
+        self.way = way
+        self.run = Path(tempfile.mkdtemp(dir=jobs.folder))
+        self.agents = []
+        if way == "torchft":
+            place = f"localhost:{free_port()}"
+            program = shutil.which("torchft_lighthouse")
+            flags = "--min_replicas=1", "--quorum_tick_ms=100", "--join_timeout_ms=10000", "--bind", place
+            self.lighthouse = jobs.start(program, *flags, cold=True)
+            self.env = {"TORCHFT_LIGHTHOUSE": f"http://{place}", "NUM_REPLICA_GROUPS": str(groups)}
+        else:  # with one store for all restarts a process may find the address of a dead one
+            self.env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    def start(self, size, **env):
+        launcher = [ROOT / self.way] if self.way.startswith("launch") else ["torchrun", "--standalone"]
+        words = (
+            f"--nproc_per_node={size}",
+            "--max_restarts=3",
+            __file__,
+            "--train",
+            self.way,
+            "--into",
+            self.run,
+        )
+        self.agents.append(self.jobs.start(*launcher, *words, cold=True, **self.env, **env))
+
+    def join(self):
+        self.start(1, REPLICA_GROUP_ID=str(len(self.agents)))
+
+    def reach(self, step):
+        until(
+            lambda: last_step(self.run) >= step or any(agent.poll() for agent in self.agents),
+            f"{self.way} at step {step}",
+        )
+
+    def end(self):
+        for agent in self.agents:
+            agent.ends_with(0)
+        if self.way == "torchft":
+            self.lighthouse.kill()
+        return self.run
+
+
+def turn(jobs, way, event, rng):
+    """Seconds from the event to two new steps, and the folder of a training of its own."""
+    by_groups = way == "torchft"
+    training = Training(jobs, way, groups=3 if event == "resize" else 2)
+    if by_groups:
+        training.join()
+        training.join()
     else:
-        agents = [launch(2)]
-
-    def reach(step):
-        until(lambda: last_step(run) >= step or any(one.poll() for one in agents), f"{name} at {step}")
-
-    reach(rng.choice(KILLS))
-    pids = sorted(int(path.name.split("-")[1]) for path in run.glob("notes-*"))
+        training.start(2)
+    training.reach(rng.choice(KILLS))
+    pids = sorted(int(path.name.split("-")[1]) for path in training.run.glob("notes-*"))
     began = time.time()
     if event == "kill":
         jobs.kill(rng.choice(pids))
-    elif grows and name == "torchft":
-        agents.append(next(groups))
-    elif grows:
-        agents[0].kill(signal.SIGTERM)
-        agents[0].wait()
-        agents = [launch(3, START="1")]
-    reach(last_step(run) + 2)  # the next one may have been under way
-    seconds = time.time() - began
-    for agent in agents:
-        agent.ends_with(0)
-    if name == "torchft":
-        lighthouse.kill()
-    return seconds, *count(run)
+    elif event == "resize" and by_groups:
+        training.join()
+    elif event == "resize":
+        agent = training.agents.pop()
+        agent.kill(signal.SIGTERM)
+        agent.wait()
+        training.start(3, START="1")
+    training.reach(last_step(training.run) + 2)  # the next one may have been under way
+    return time.time() - began, training.end()
 
 
 def main():
-    args = arguments(__doc__, ways=",".join(WAYS), rounds=3, batch="process", train="", into="")
+    args = arguments(__doc__, ways=",".join(WAYS), rounds=3, train="", into="")
     if args.train:
-        batch = 32 if args.batch == "process" else 64 // int(os.environ["WORLD_SIZE"])
-        return WAYS[args.train](Path(args.into), batch)
-    costs = defaultdict(list)
-    names = args.ways.split(",")
+        model = WAYS[args.train](Path(args.into))
+        weights = b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
+        Path(args.into, f"bits-{os.getpid()}").write_text(hashlib.sha256(weights).hexdigest())
+        return
+    print("event   way                 seconds            lost          missed        repeated      bits")
     with tempfile.TemporaryDirectory(prefix="peers-bench-") as folder, Jobs(folder) as jobs:
-        for number in range(args.rounds):
-            for name in names[:: 1 - 2 * (number % 2)]:  # none is always the first
-                for event in ("kill", "resize"):
-                    costs[event, name].append(turn(jobs, name, event, args.batch, random.Random(number)))
-    print("event   way                      s  x the first   lost  missed  repeated")
-    for (event, name), found in sorted(costs.items()):
-        seconds, *counts = map(statistics.median, zip(*found, strict=True))
-        base = statistics.median(cost[0] for cost in costs[event, names[0]])
-        print(f"{event:7} {name:18} {seconds:7.2f} {seconds / base:12.2f}", *(f"{n:8.0f}" for n in counts))
+        for way in args.ways.split(","):
+            undisturbed = bits(turn(jobs, way, "", random.Random(0))[1])
+            for event in ("kill", "resize"):
+                turns = [turn(jobs, way, event, random.Random(number)) for number in range(args.rounds)]
+                counts = [count(run) for _, run in turns]
+                columns = [f"{seconds:.1f}" for seconds, _ in turns], *zip(*counts, strict=True)
+                cells = [", ".join(map(str, column)) for column in columns]
+                same = all(bits(run) == undisturbed for _, run in turns)
+                print(f"{event:7} {way:18}", *(f"{cell:15}" for cell in cells), "same" if same else "others")
 
 
 if __name__ == "__main__":

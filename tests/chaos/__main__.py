@@ -36,6 +36,7 @@ def main():
     assert {*only} <= {*TARGETS, *machines.FAULTS}, f"--only is one of {[*TARGETS, *machines.FAULTS]}"
     assert not (args.table and args.machines), "--table is of a campaign without --machines"
     rng = random.Random(args.seed)
+    commit = ran("git", "describe", "--always", "--dirty").stdout.strip()  # of what is struck
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
         os.environ["TMPDIR"] = temporary  # killed agents leave their log folders behind
@@ -52,13 +53,12 @@ def main():
                 print(f"{time.monotonic() - began:.0f} s", json.dumps(summary(campaign), indent=1))
             assert_that_it_struck(campaign)
     if args.table:
-        commit = ran("git", "describe", "--always", "--dirty").stdout.strip()
         command = shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])
         Path(args.table).write_text(table(campaign, commit, command))
 
 
 def table(campaign, commit, command):
-    """What a campaign was that has passed, and what it cost; in Markdown."""
+    """What a campaign that has passed was, and what it cost; README.md shows the first line."""
     struck = [event["event"] for event in campaign.log if event["landed"]]
     totals = collections.Counter()
     for note in campaign.notes:
@@ -66,8 +66,14 @@ def table(campaign, commit, command):
     facts = summary(campaign)
     digests = [note["digest"] for note in campaign.notes if "digest" in note]
     others = [note["difference"] for note in campaign.notes if "digest" not in note]
+    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    line = (
+        f"Campaign of {date} at {commit}: {len(struck)} faults of {len({*struck})} kinds, "
+        f"lost {facts['steps of survivors lost']}, missed {totals['missed']}, repeated {totals['repeated']}, "
+        f"{len({*digests})} digest."
+    )
     rows = {
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "date": date,
         "commit": commit,
         "command": f"`{command}`",
         "faults that struck": f"{len(struck)} of {len({*struck})} kinds",
@@ -80,7 +86,8 @@ def table(campaign, commit, command):
         "trainings with `--virtual-ranks`": f"{len(digests)}, of digest {', '.join({*digests})}",
         "others": f"{len(others)}, at most {max(others, default=0):.1g} from the undisturbed run's weights",
     }
-    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows.items())
+    body = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
+    return f"{line}\n\n| | |\n|---|---|\n{body}"
 
 
 def summary(campaign):

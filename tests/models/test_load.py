@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import ROOT, ran
+from jobs import ROOT, ran, weights
 from refusals import refusal
 from test_bitwise import run
 
@@ -74,6 +74,33 @@ def test_load_finds_the_file_of_the_training_from_any_folder_and_asks_for_one_th
     with refusal(rf"there is no file {there}/own.py here\nname it: .*model='PATH/own.py:net'"):
         load("runs/own")
     assert load("runs/own", model="own.py:net").last.out_features == 2
+
+
+LOOP = """
+import torch
+from common.elastic import Elastic
+
+def net():
+    return torch.nn.Linear(4, 1)
+
+if __name__ == "__main__":
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
+    mine = net()
+    with Elastic(net=mine, optimizer=torch.optim.SGD(mine.parameters(), 0.1), dataset=rows, run_dir="run",
+                 batch_size=8, epochs=1) as run:
+        for batch in run:
+            run.step(torch.nn.functional.mse_loss(run.model(batch.x), batch.y))
+"""
+
+
+def test_the_net_of_a_loop_of_ones_own_is_loaded_if_its_function_is_named(jobs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(LOOP)
+    jobs.python(tmp_path / "loop.py", cwd=tmp_path, PYTHONPATH=str(ROOT)).ends_with(0)
+    with refusal("trained by a script of its own.*\n.*model='PATH/file.py:function'"):
+        load("run", "newest")
+    net = load("run", "newest", model="loop.py:net")
+    assert torch.equal(net.weight, weights("run")["weight"]) and not net.training
 
 
 def test_a_net_is_built_with_the_neighbours_of_its_own_file_or_not_at_all(tmp_path):

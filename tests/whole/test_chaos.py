@@ -60,7 +60,9 @@ def test_the_table_of_a_campaign_says_which_one_it_was_what_struck_and_what_was_
         orphaned=[],
         tally={},
     )
-    date, *rows = table(campaign, "c1deb99", "python -m tests.chaos --seed 1").splitlines()[2:]
+    line, _, _, _, date, *rows = table(campaign, "c1deb99", "python -m tests.chaos --seed 1").splitlines()
+    shown = re.fullmatch(r"Campaign of 20\d\d-\d\d-\d\d at (.*)", line)[1]
+    assert shown == "c1deb99: 3 faults of 2 kinds, lost 0, missed 0, repeated 0, 1 digest."
     assert re.fullmatch(r"\| date \| 20\d\d-\d\d-\d\d \|", date)
     assert rows == [
         "| commit | c1deb99 |",

@@ -244,6 +244,15 @@ def test_the_optimizer_steps_within_30_lines_of_the_loop_over_batches(path):
     assert any("run.step(" in line for line in lines[loop : loop + 30])
 
 
+@A_SCRIPT
+def test_a_script_says_where_the_words_are_that_a_learner_looks_for(path):
+    note = " ".join(re.findall("^# (.*)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    named = dict(re.findall(r"([\w.]+)(?:\? It is)? in (common/[\w/]+\.py)", note))
+    assert {"DistributedDataParallel", "nn.DataParallel", "backward", "set_epoch", "RANK"} == {*named}
+    for word, file in named.items():
+        assert re.search(rf"\b{word.removeprefix('nn.')}\b", (ROOT / file).read_text(encoding="utf-8")), word
+
+
 def test_options_and_what_they_need_import_without_torch_or_numpy():
     code = (
         f"import sys, {', '.join(TORCHLESS)}; print([n for n in ('torch', 'numpy', 'tqdm') if n in "
@@ -254,9 +263,8 @@ def test_options_and_what_they_need_import_without_torch_or_numpy():
 
 
 def test_the_top_level_holds_what_was_agreed_on():
-    assert {name for name in os.listdir(ROOT) if not name.startswith(".")} - MADE_BY_USE == {
-        *TOP_LEVEL.split()
-    }
+    there = {name for name in os.listdir(ROOT) if not name.startswith(".")} - MADE_BY_USE
+    assert there == {*TOP_LEVEL.split()}, "what is added here is agreed on in TOP_LEVEL, or goes to .github/"
 
 
 def test_no_file_names_a_place_of_one_machine():

@@ -6,6 +6,7 @@ import pytest
 from jobs import ROOT
 from torch.distributed.run import get_args_parser
 
+import common
 from common.options import parse_options
 
 PAGES = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("common", "launch", "tests"))]
@@ -127,6 +128,18 @@ def test_what_is_to_be_changed_is_in_the_file_that_is_named():
     for name, path in named:
         code = (ROOT / "common" / path).read_text()
         assert re.search(rf"^ *(?:def |class )?{name}\b[ =:(]", code, re.MULTILINE), (name, path)
+
+
+def test_the_page_shows_the_campaign_whose_table_is_kept():
+    """`python -m tests.chaos --table tests/chaos/last.md` writes it: copy its first line."""
+    line, *table = (ROOT / "tests/chaos/last.md").read_text(encoding="utf-8").splitlines()
+    assert README.count(line) == 1
+    assert "| steps lost that a survivor had finished | 0 |" in table
+
+
+def test_the_newest_entry_of_the_changelog_is_of_this_version():
+    newest = re.search("^## (.*), ", (ROOT / ".github/CHANGELOG.md").read_text(encoding="utf-8"), re.M)[1]
+    assert newest == common.__version__
 
 
 # ---- a user's first hour --------------------------------------------------------------------------

@@ -69,3 +69,8 @@ def test_what_a_device_cannot_do_or_cannot_do_again_is_refused(device, flags, dr
     net = nn.LSTM(4, 4, num_layers=2, dropout=dropout)
     with refusal(refused) if refused else contextlib.nullcontext():
         prepare(net, Options(**flags), world)
+
+
+def test_a_layer_that_refuses_the_one_sample_of_a_process_says_how_to_resume():
+    with refusal("a process had one sample: resume with fewer processes"), blamed():
+        torch.nn.BatchNorm1d(2)(torch.ones(1, 2))
