@@ -18,7 +18,7 @@ from common.checkpoint import facts_of
 from common.data import DataFacts
 from common.device import is_gpu
 from common.errors import UserError, blamed
-from common.options import MODELS, Options, call_user, extra, find_function
+from common.options import MODELS, Options, extra, find_function
 from common.sampler import seeded
 
 
@@ -65,7 +65,7 @@ def build_model(opts: Options, data: DataFacts) -> nn.Module:
     way_out = f"dataset {data.name} has samples of shape {shape}: choose another --model or --dataset"
     with seeded(opts.seed, "init"), blamed(f"model {opts.model}", way_out):
         if name.endswith(".py"):
-            net = call_user(opts.model, opts, data)
+            net = extra("call")(opts.model, opts, data)
         elif name in MODELS:
             net = find_function(MODELS[name])(data, *size)
         else:

@@ -12,9 +12,9 @@ from test_bitwise import run
 
 import train_mp
 from common.data import load_data
+from common.extras.own_files import load_file
 from common.models import load
-from common.options import Options, parse_options
-from common.options.user import find_function, load_file
+from common.options import Options, find_function, parse_options
 
 OWN = """
 import torch

@@ -15,11 +15,13 @@ from jobs import PACED, ROOT
 from stores import two_checkpoints
 
 from common.errors import blamed
-from common.options import Options, call_user, parse_options
+from common.extras.names import torchvision_models
+from common.extras.own_files import call_user, load_file
+from common.options import Options, parse_options
 from common.options.parser import begin_life
-from common.options.registry import DATASETS, MODELS, flags_of_dataset
-from common.options.rules import flag_of, torchvision_models
-from common.options.user import find_function, load_file, text_of
+from common.options.registry import DATASETS, MODELS, find_function, flags_of_dataset
+from common.options.rules import flag_of
+from common.options.user import text_of
 from common.place import here
 
 TORCHRUN = {

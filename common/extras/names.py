@@ -1,0 +1,60 @@
+"""Names that no table has: torchvision's nets are taken, all others refused with what may have been meant.
+
+No torch here: a typo answers at once.
+"""
+
+import re
+from collections.abc import Collection
+from importlib.util import find_spec
+from pathlib import Path
+
+from common.errors import UserError, did_you_mean
+from common.options import FLAGS, flag_of
+
+MEANT = {  # by flags that others have
+    "--batch-size": "--global-batch-size, the samples of a step over all processes",
+    "--learning-rate": "--lr",
+    "--precision": "--amp bf16",
+    "--gpus": "torchrun --nproc_per_node=N, which starts a process for each GPU",
+    "--nproc": "torchrun --nproc_per_node=N, before the name of the script",
+}
+GONE = {"--stages", "--shard", "--recompute"}  # flags of a net in parts
+
+
+def check_name(option: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name of this option that is not among the known ones."""
+    listed = ", ".join(known)
+    if option == "model":
+        known = [*known, *torchvision_models()]
+        listed += ", those of torchvision where it is installed"
+    if name not in known:
+        raise UserError(
+            f"{flag_of(option)}: {name!r} is unknown{did_you_mean(name, known)}\n"
+            f"there are {listed}, and path/to/file.py:function"
+        )
+
+
+def torchvision_models() -> list[str]:
+    """Read the names where they stand: to import them takes seconds; none if torchvision is not there."""
+    spec = find_spec("torchvision")
+    if not spec or not spec.origin:
+        return []
+    files = Path(spec.origin).parent.glob("models/*.py")
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    return re.findall(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", "\n".join(texts), re.MULTILINE)
+
+
+def refuse_flag(word: str, script: str) -> None:
+    """Refuse a flag that a script lacks."""
+    flag = word.partition("=")[0]
+    if flag in FLAGS:
+        owners = " and ".join(f"train_{owner}.py" for owner in FLAGS[flag].metadata["scripts"])
+        raise UserError(f"{flag} cannot take effect in {script}\nit belongs to {owners}")
+    if flag in GONE:
+        raise UserError(
+            f"{flag} is gone: a process holds a whole net, over several devices with train_mp.py\n"
+            "to bring over weights of a run with parts: python -m common.checkpoint RUN --export FILE\n"
+            "by the version that wrote it, then --init-from FILE here"
+        )
+    hint = f"; did you mean {MEANT[flag]}?" if flag in MEANT else did_you_mean(flag, FLAGS)
+    raise UserError(f"unknown argument {word!r}{hint}\nsee {script} --help")
