@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -82,12 +83,14 @@ def read(path: Path, name: str = "event") -> Iterator[Record]:
 
 
 def parse(line, name="event"):
-    """The object in a line; None if the line is torn or odd, or the object lacks this name."""
+    """Return the object in a line; None if the line is torn or odd, or the object lacks this name."""
     record = None
     with suppress(ValueError, RecursionError):
         record = json.loads(line)
-    is_ours = isinstance(record, dict) and name in record and isinstance(record.get("step", 0), int)
-    return record if is_ours else None
+    if not isinstance(record, dict) or name not in record:
+        return None
+    is_right = isinstance(record.get("step", 0), int) and isinstance(record.get("t", 0), (int, float))
+    return record if is_right else None
 
 
 def lines_back(path):
@@ -111,14 +114,16 @@ def lines_back(path):
 
 
 class Ledger:
-    """RUN/ledger.jsonl. Fields ending in `_s` are seconds; FIELDS in lives.py tells what an event needs.
+    """RUN/ledger.jsonl, of a machine without rank 0 ledger-HOST.jsonl: a network disk appends for one alone.
 
-    `writer`, a life and a rank, is in each event; an event's own fields win.
+    Fields ending in `_s` are seconds; FIELDS in lives.py tells what an event needs. `life` and rank are in
+    each event; an event's own fields win.
     """
 
-    def __init__(self, run_dir: Path, **writer: object) -> None:
-        self.lines = Lines(run_dir / "ledger.jsonl")
-        self.writer = writer
+    def __init__(self, run_dir: Path, rank: int = 0, local_rank: int = 0, **life: str) -> None:
+        host = "" if rank == local_rank else f"-{socket.gethostname()}"
+        self.lines = Lines(run_dir / f"ledger{host}.jsonl")
+        self.writer = {"rank": rank} | life
 
     def event(self, name: str, /, **fields: object) -> None:
         self.lines.append({"t": round(time.time(), 3), "event": name} | self.writer | fields)

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,14 @@ def code_of(opts: Options) -> dict[str, str]:
             name = f"code of {file.name}"
             code[name] = sha(code.get(name, "").encode() + text_of(file))[:12]
     return code
+
+
+def commit() -> str:
+    """Name the commit in which the script is; nothing if it is in none."""
+    command = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "rev-parse", "-q", "--verify", "HEAD"]
+    with suppress(OSError):  # there is no git
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def files_of(path: Path) -> dict[Path, Path]:

@@ -17,7 +17,7 @@ from jobs import PACED, free_port, ran
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.extras.report import main, summarize
-from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives
+from common.ledger import Clock, Ledger, deaths_of, lives_of, named, newest_lives
 from common.ledger.ledger import lines_back, read
 from common.options import Options
 from common.place import start_of
@@ -266,6 +266,32 @@ def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path,
         f"{runs[1]}: done at step 58  best acc 0.3000 at step 58  lr 0.3",
     ]
     assert main([*map(str, runs), "--html=page"]) == 2
+
+
+def test_each_machine_writes_a_file_of_its_own_and_all_are_read_as_one(tmp_path, monkeypatch):
+    """Two clients of NFS that append to one file overwrite each other's lines."""
+    clock = iter(range(1000, 2000))
+    monkeypatch.setattr("common.ledger.ledger.time.time", lambda: next(clock))
+    machines = {}
+    for rank, local_rank, host in ((0, 0, "x"), (1, 1, "x"), (2, 0, "y"), (3, 1, "y")):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        machines[rank] = Ledger(tmp_path, rank, local_rank, life="aa")
+    for life in ("aa", "bb"):
+        facts = {"pids": [5, 6, 7, 8], "hosts": [*"xxyy"], "world": 4, "began": 990}
+        machines[0].event("life", life=life, step=0, **facts)
+        for rank in (2, 0, 3, 1):
+            machines[rank].event("left", life=life, stepped=0)
+    assert sorted(os.listdir(tmp_path)) == ["ledger-y.jsonl", "ledger.jsonl"]
+    for lives in (lives_of(tmp_path), [*newest_lives(tmp_path)][::-1]):
+        assert [[event["rank"] for event in named(life, "left")] for life in lives] == [[2, 0, 3, 1]] * 2
+        assert not [death for life in lives for death in deaths_of(life, over=True)]
+
+
+@pytest.mark.parametrize("t", ['"x"', "null", "[1]"])
+def test_an_event_of_no_time_stops_no_start_that_reads_two_machines(tmp_path, t):
+    write(tmp_path, *KILLED)
+    (tmp_path / "ledger-y.jsonl").write_text(f'{{"t": {t}, "event": "left", "rank": 1, "stepped": 9}}\n')
+    assert len([*newest_lives(tmp_path)]) == len(lives_of(tmp_path)) == 2
 
 
 def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_report_and_no_start(tmp_path):
