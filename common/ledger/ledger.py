@@ -45,7 +45,7 @@ class Lines:
             self.give_up(error)
 
     def open(self):
-        """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
+        """Follow no planted link; end a last line that a full disk or a power cut has torn."""
         for folder in (self.path.parent.parent, self.path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -72,7 +72,7 @@ class Lines:
 
 
 def at_once(path, flags):
-    """Opens a file for `open`; a pipe that has its name keeps no reader waiting."""
+    """Open a file for `open`; a pipe that has its name keeps no reader waiting."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -144,13 +144,13 @@ class Audit:
             self.lines.append({"event": "begin", "step": step, "ids": ids})
 
     def done(self, step: int) -> None:
-        """`step` is the newest whole one: a GPU may end it late, and then it is noted twice."""
+        """Note the newest whole step: a GPU may end it late, and then it is noted twice."""
         if self.on:
             self.lines.append({"event": "done", "step": step})
 
 
 class Clock:
-    """Measures where the time of a life goes; it began with its process, before the imports.
+    """Measure where the time of a life goes; it began with its process, before the imports.
 
     After the first step each second goes to one bucket: data_wait, steps, evaluation, or save_stall, which is
     all else that follows a step.
@@ -168,7 +168,7 @@ class Clock:
         self.slow: Record = {}  # which rank is the slowest, and how many times the median it takes
 
     def timed(self, batches: Iterable) -> Iterator:
-        """The same batches, and the time between them is measured."""
+        """Yield the same batches, and measure the time between them."""
         self.add("save_stall")
         for batch in batches:
             self.add("data_wait")
@@ -178,14 +178,14 @@ class Clock:
         self.write_down()  # a kill in the evaluation costs no time of steps
 
     def add(self, bucket: str) -> None:
-        """The time since the last call goes to this bucket; before the first step it belongs to the start."""
+        """Add the time since the last call to this bucket; before the first step it belongs to the start."""
         now = time.monotonic()
         if self.entered:
             self.spent[bucket] += now - self.mark
         self.mark = now
 
     def stepped(self, step: int) -> None:
-        """A step is done."""
+        """Note that a step is done."""
         if self.ledger is None:
             return
         self.add("steps")
@@ -198,7 +198,7 @@ class Clock:
             self.write_down()
 
     def write_down(self) -> None:
-        """An entry in the ledger: the seconds since the last one."""
+        """Make an entry in the ledger: the seconds since the last one."""
         if self.ledger is not None and self.spent:
             seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items()}
             self.ledger.event("steps", step=self.step, **seconds, **self.slow)

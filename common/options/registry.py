@@ -13,7 +13,7 @@ from common.errors import blamed
 
 MODELS = {  # name: its function of (data), or (data, size)
     "net": "common.models.nets:build_net",
-    "mlp": "common.models.nets:build_mlp",
+    "mlp": "common.extras.nets:build_mlp",
     "lstm": "common.extras.nets:build_lstm",
     "gpt": "common.extras.gpt:build_gpt",
 }
@@ -37,6 +37,7 @@ EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported o
     "own_data": "common.extras.own_data:own_data",
     "dataset": "common.extras.own_data:DatasetSamples",
     "torchvision": "common.extras.nets:build_torchvision",
+    "lazy": "common.extras.nets:make_lazy_weights",
     "init_from": "common.extras.weights:load_weights",
     "fork": "common.extras.fork:inherited",
     "freeze": "common.extras.weights:freeze",
