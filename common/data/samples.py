@@ -167,7 +167,7 @@ def data_of(
     return Data(opts.dataset, classes, tuple(first.shape), vocab, first, second, fingerprint)
 
 
-def whole_targets(y, count, classes, which):
+def whole_targets(y: Tensor, count: int, classes: int | None, which: str) -> Tensor:
     """Check targets of `classify`, return them as int64; with `count` 0 there may be any number of them."""
     whole = y.long()
     end = classes or math.inf
@@ -186,7 +186,7 @@ def is_picture(x):
     return x.dtype == torch.uint8 and x.dim() == 4
 
 
-def as_input(x):
+def as_input(x: Tensor) -> Tensor:
     """Return the tensor as a net accepts it: pictures become 0..1, other numbers float32, indices int64."""
     if is_picture(x):
         return x.float().div_(255)

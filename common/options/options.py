@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, blamed, did_you_mean
-from common.options.registry import DATASETS, FUSED, RATE, RATES, flags_of_dataset, kind_of
-from common.options.rules import flag_of, keywords
+from common.options.registry import DATASETS, FUSED, RATE, RATES, extra, flags_of_dataset, kind_of
+from common.options.rules import flag_of
 from common.place import here
 from common.sealed import Facts, unsealed
 
@@ -243,16 +243,11 @@ class Options:
             arguments["weight_decay"] = self.weight_decay
         if self.momentum is not None:
             arguments["momentum"] = self.momentum
-        more = keywords(self.optimizer_args)
-        twice = arguments.keys() & more
-        if twice:
-            raise UserError(
-                f"--optimizer-args: {', '.join(sorted(twice))} is a flag, too\n"
-                "use the flag: --lr, --momentum or --weight-decay"
-            )
-        if self.optimizer in FUSED and "foreach" not in more:
-            arguments["fused"] = True
-        return kind, arguments | more
+        if self.optimizer_args:
+            arguments |= extra("optimizer_args")(self.optimizer_args, besides=arguments)
+        if self.optimizer in FUSED and "foreach" not in arguments:
+            arguments = {"fused": True} | arguments
+        return kind, arguments
 
     def identity(self) -> Values:
         """Return all fixed flags, as JSON gives them back, of a file the name; the same on every restart."""

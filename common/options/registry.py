@@ -30,8 +30,9 @@ DATASETS = {  # name: its function of (options), and the flags that not every da
     "tokens": ("common.extras.text:tokens", ("data_dir", "vocab_size")),
 }
 EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported only where it is asked for
-    "name": "common.extras.names:check_name",  # that is not in NAMES
-    "unknown_flag": "common.extras.names:refuse_flag",
+    "name": "common.extras.flags:check_name",  # that is not in NAMES
+    "unknown_flag": "common.extras.flags:refuse_flag",
+    "optimizer_args": "common.extras.flags:keywords",
     "own_file": "common.extras.own_files:load_file",
     "call": "common.extras.own_files:call_user",  # a function in one
     "own_data": "common.extras.own_data:own_data",

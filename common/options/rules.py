@@ -1,11 +1,10 @@
 """Which flags contradict each other, this world or this machine's files; each such pair is an error."""
 
-import ast
 import os
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from common.errors import UserError, blamed
+from common.errors import UserError
 from common.options.registry import DATASETS, NAMES, extra, flags_of_dataset, kind_of
 
 CLASHES = (  # the first cannot take effect with the second, because ...
@@ -35,15 +34,6 @@ CLASHES = (  # the first cannot take effect with the second, because ...
 
 def flag_of(name: str) -> str:
     return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
-
-
-def keywords(text):
-    """Read {name: value} from the text `name=value,name=value`."""
-    with blamed(f"--optimizer-args {text!r}", "write eps=1e-6,amsgrad=True"):
-        call = ast.parse(f"f({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("an argument has no name")
-        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def check_names(opts):
@@ -80,7 +70,8 @@ def check_clashes(opts):
 def check_together(opts):
     """Refuse flags that contradict each other or cannot take effect together."""
     check_clashes(opts)
-    keywords(opts.optimizer_args)
+    if opts.optimizer_args:
+        extra("optimizer_args")(opts.optimizer_args)
     of_datasets = {flag for _, flags in DATASETS.values() for flag in flags}
     for flag in map(flag_of, sorted(of_datasets.difference(flags_of_dataset(opts.dataset)))):
         if is_given(flag, opts):

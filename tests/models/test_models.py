@@ -7,7 +7,7 @@ from refusals import refusal
 from samples import Facts
 from torch import nn
 
-from common.extras.names import torchvision_models
+from common.extras.flags import torchvision_models
 from common.models import build_model, check_net
 from common.models.nets import MaxPool
 from common.options import MODELS, Options

@@ -15,7 +15,7 @@ from jobs import PACED, ROOT
 from stores import two_checkpoints
 
 from common.errors import blamed
-from common.extras.names import torchvision_models
+from common.extras.flags import torchvision_models
 from common.extras.own_files import call_user, load_file
 from common.options import Options, parse_options
 from common.options.parser import begin_life

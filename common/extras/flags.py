@@ -1,14 +1,16 @@
-"""Names that no table has: torchvision's nets are taken, all others refused with what may have been meant.
+"""Flags that need a look of their own: unknown ones, names that no table has, --optimizer-args.
 
 No torch here: a typo answers at once.
 """
 
+import ast
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, blamed, did_you_mean
 from common.options import FLAGS, flag_of
 
 MEANT = {  # by flags that others have
@@ -58,3 +60,18 @@ def refuse_flag(word: str, script: str) -> None:
         )
     hint = f"; did you mean {MEANT[flag]}?" if flag in MEANT else did_you_mean(flag, FLAGS)
     raise UserError(f"unknown argument {word!r}{hint}\nsee {script} --help")
+
+
+def keywords(text: str, besides: Container[str] = ()) -> dict[str, Any]:
+    """Read {name: value} from the text `name=value,name=value`; none may be `besides`, by a flag."""
+    with blamed(f"--optimizer-args {text!r}", "write eps=1e-6,amsgrad=True"):
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("an argument has no name")
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    for name in values:
+        if name in besides:
+            raise UserError(
+                f"--optimizer-args: {name} is a flag, too\nuse the flag: --lr, --momentum or --weight-decay"
+            )
+    return values
