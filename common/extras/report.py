@@ -294,7 +294,7 @@ def now(lives, events, told):
 
 
 def slow(life, entries):
-    """The rank that was the slowest in most of these entries, with its host and the median; or None."""
+    """Return the rank that was the slowest in most of these entries, its host and the median; or None."""
     seen = [(entry["slow_rank"], entry["slow_times"]) for entry in entries if "slow_rank" in entry]
     for rank in {*dict(seen)}:
         times = [x for slowest, x in seen if slowest == rank]

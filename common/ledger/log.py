@@ -204,7 +204,7 @@ class Curves:
             warn(f"no curves for TensorBoard: {error}; training continues (or use --no-tensorboard)")
 
     def _open(self):
-        """Not earlier: the import takes time, and a finished run has nothing to add."""
+        """Begin with the first point: the import takes time, and a finished run has nothing to add."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder.mkdir(mode=0o700, exist_ok=True)

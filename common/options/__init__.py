@@ -1,4 +1,4 @@
-"""What was asked for: flags, the names they know, functions of a user's own.
+"""What was asked for: flags, the names they know, the code of a run.
 
 No torch here: --help and a typo answer at once.
 """

@@ -61,7 +61,7 @@ def free(
 
 
 def fixed(*args, **kwargs):
-    """Like `free`, for a flag that changes the result: a restart with another value is refused."""
+    """Make a field as `free` does, of a flag that changes the result: a restart may not change it."""
     return free(*args, **kwargs, changes_result=True)
 
 
@@ -227,7 +227,7 @@ class Options:
 
     @property
     def torch_optimizer(self) -> tuple[type, Values]:
-        """(class of torch.optim, its arguments)."""
+        """Return (class of torch.optim, its arguments)."""
         from torch import optim  # not at the top: flags are read without torch
 
         kinds = {name.lower(): kind for name, kind in vars(optim).items() if isinstance(kind, type)}
@@ -274,7 +274,7 @@ class Options:
         ]
 
     def facts_of_the_run(self) -> Values:
-        """{name: value} of what all ranks had before, besides the options; empty if nothing is saved."""
+        """Return {name: value} of what all ranks had before, beside the options; none if nothing is saved."""
         with suppress(OSError, UserError):
             if self.is_bound:
                 facts = read_run(self.run_dir)
@@ -283,7 +283,7 @@ class Options:
 
     @property
     def is_bound(self) -> bool:
-        """Whether a step of this run was saved: until then its options may change."""
+        """Return whether a step of this run was saved: until then its options may change."""
         return any(re.match("step-|damaged-", name) for name in os.listdir(self.run_dir / "checkpoints"))
 
     def refuse_another_run(self, wrong: list[str]) -> None:
