@@ -42,11 +42,8 @@ def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(
     said = []
     opts = options(tmp_path, accept_data_change=True)
     with a_life(opts, fingerprint=OTHER, said=said, samples=samples) as life:
-        assert (life.state.progress.step, life.state.progress.epoch, life.state.progress.position) == (
-            2,
-            0,
-            0,
-        )
+        progress = life.state.progress
+        assert (progress.step, progress.epoch, progress.position) == (2, 0, 0)
     assert len(said) == 2 and said[1].startswith("step 2 was saved at position 2 ")
     assert f"again with {samples} samples" in said[1]
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:
