@@ -29,7 +29,9 @@ DATASETS = {  # name: its function of (options), and the flags that not every da
     "text": ("common.extras.text:text", ("data_dir",)),
     "tokens": ("common.extras.text:tokens", ("data_dir", "vocab_size")),
 }
-EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported only where it is asked for
+EXTRAS: dict[
+    str, str
+] = {  # what is imported only where an option, a name or an argument of Elastic asks for it
     "name": "common.extras.flags:check_name",  # that is not in NAMES
     "unknown_flag": "common.extras.flags:refuse_flag",
     "optimizer_args": "common.extras.flags:keywords",

@@ -17,7 +17,7 @@ def test_changed_data_is_refused_with_the_flag_that_accepts_it_and_the_command_o
     text = refused(
         options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000", fingerprint=OTHER
     )
-    assert "--accept-data-change" in text and f"--run-dir NEW --resume {tmp_path / 'run'}" in text
+    assert "--accept-data-change" in text and f"--run-dir NEW --resume {tmp_path}/run" in text
     text = refused(options(tmp_path, lr=0.5, accept_data_change=True), "--lr was", fingerprint=OTHER)
     assert "give the same options" in text
 

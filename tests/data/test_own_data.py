@@ -172,14 +172,8 @@ def test_data_that_differs_between_ranks_is_refused_at_the_first_start_with_the_
 ):
     name = mine(tmp_path, DRAWN.format(draw="torch.tensor(np.random.default_rng().random((9, 6))).float()"))
     for launcher in ("torchrun", ROOT / "launch/torchrun.py"):
-        job = jobs.start(
-            launcher,
-            "--nproc_per_node=2",
-            ROOT / "train_ddp.py",
-            "--model=mlp",
-            f"--dataset={name}",
-            f"--run-dir={run}",
-        )
+        words = ["--model=mlp", f"--dataset={name}", f"--run-dir={run}"]
+        job = jobs.start(launcher, "--nproc_per_node=2", ROOT / "train_ddp.py", *words)
         assert job.wait() and "rank 0 has data" in job.output, job.output
         assert "seed what is drawn" in job.output and "numpy.random.default_rng(0)" in job.output
 

@@ -24,17 +24,9 @@ from common.options.rules import flag_of
 from common.options.user import text_of
 from common.place import here
 
-TORCHRUN = {
-    "WORLD_SIZE": "2",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
+TORCHRUN = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+TORCHRUN |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
 
 
 def parse(*argv, script=None):
