@@ -25,7 +25,7 @@ not know each other. extras/ stands beside them: an option or a command enters i
     data         datasets as batches: the same numbers at any world size
 
 
-    options      what was asked for: flags, the names they know, functions of a user's own. No torch here
+    options      what was asked for: flags, the names they know, the code of a run. No torch here
     sampler      which sample, when; all randomness is a function of a key
 
     errors       how a mistake reaches a person: once per machine, in three lines, with its exit code

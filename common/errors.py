@@ -1,7 +1,7 @@
 """How a mistake reaches a person: once per machine, in at most three lines, with its exit code. No torch.
 
     with blamed("model mine.py:net", "mend it, then start again"):
-        net = call_user(...)                 # any error: a UserError that says what, file and line, way out
+        net = build(...)                     # any error: a UserError that says what, file and line, way out
 
 Training is a function of (seed, step): what fails in a user's file, in data, net, optimizer or a forward
 fails again after a restart. So it ends the job with exit code 2, at any step. What `may_pass` (a disk, a

@@ -12,7 +12,7 @@ import torch
 from common.checkpoint import Damaged, checkpoints, describe, read_facts
 from common.errors import UserError
 from common.ledger import Life, deaths_of, named, newest_lives
-from common.options import Options, extra, read_options
+from common.options import Options, commit, extra, read_options
 from common.place import here, this_process
 from common.training import OWN
 
@@ -110,6 +110,7 @@ def life_event(run: Any) -> dict[str, Any]:
         "world": run.world.size,
         "restart": here().restart,
         "job": this_process()["job"],
+        "commit": commit(),
         "pids": pids,
         "hosts": hosts,
         "starts": run.rescue.watch.starts,

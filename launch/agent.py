@@ -197,7 +197,7 @@ class Forks(processes_api.SubprocessContext):
         with suppress(OSError):  # the disk is full
             (self.folder / f"death-{self.pids()[local_rank]}").write_text(how)
         if self.run_dir and self.run_dir.exists():
-            ledger = Ledger(self.run_dir, rank=int(self.envs[local_rank]["RANK"]))
+            ledger = Ledger(self.run_dir, int(self.envs[local_rank]["RANK"]), local_rank)
             ledger.event("death", why=how)
             ledger.lines.close()
 

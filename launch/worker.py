@@ -20,7 +20,7 @@ sys.path = [ROOT, *filter(None, sys.path)]
 
 from common import place  # noqa: E402
 from common.errors import guarded, one_line, say  # noqa: E402
-from common.options import text_of  # noqa: E402
+from common.options import extra, text_of  # noqa: E402
 
 A_PEER = re.compile("Connection (closed|reset)|Dist(Network|Store)Error")  # has ended while the ranks met
 ITS_ADDRESS = re.compile(r"\[[0-9a-f.:]+\]:\d+")
@@ -36,6 +36,7 @@ def preload(script: str, module: str, options: dict) -> None:
         if file.endswith(".py"):
             text_of(Path(file).resolve())
     importlib.import_module(module)
+    extra("own_data")  # of this project as it is now: a change of it changes nothing until the next start
     importlib.import_module("torch._dynamo")  # torch.optim would import it in each process: two seconds
     if options:
         from common.data import preload as open_data

@@ -196,7 +196,8 @@ class Fence:
         for left in self.path.parent.glob(f"{NEW_FILE}*"):
             delete(left)
         make_anew(self.path.with_name("metrics.jsonl"), may_log)
-        make_anew(self.path.with_name("ledger.jsonl"))
+        for ledger in self.path.parent.glob("ledger*.jsonl"):
+            make_anew(ledger)
 
     def release(self) -> None:
         with suppress(OSError):  # or the next life does it

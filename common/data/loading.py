@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from common.data.datasets import user_dataset
-from common.data.samples import Data, DatasetSamples, Samples, data_of, map_tensors
+from common.data.samples import Data, Samples, map_tensors
 from common.device import gpus
 from common.errors import UserError, blamed
 from common.options import DATASETS, Options, extra, find_function, kind_of
@@ -20,10 +19,6 @@ from common.sampler import ElasticSampler, share
 FILES = (
     "its files are to be in --data-dir {} (of text it is the file itself); "
     "--download fetches mnist, fashion-mnist, cifar10"
-)
-WANTED = (
-    "wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
-    "an iterable has no place at which a restart can resume"
 )
 DECIDING = operator.attrgetter(  # the options from which a dataset of this project follows
     "dataset", "data_dir", "image_size", "augment", "vocab_size", "seed", "task", "bad_samples"
@@ -36,11 +31,10 @@ def load_data(opts: Options, own_sets: tuple[Dataset, Dataset] | None = None) ->
     if DECIDING(opts) in PRELOADED:
         return PRELOADED[DECIDING(opts)]
     name = kind_of(opts.dataset)
-    is_ours = not own_sets and name in DATASETS
-    with blamed(f"dataset {opts.dataset}", FILES.format(opts.data_dir) if is_ours else WANTED):
-        if own_sets:
-            return data_of(opts, *own_sets)
-        return find_function(DATASETS[name][0])(opts) if is_ours else user_dataset(opts)
+    if own_sets or name not in DATASETS:
+        return extra("own_data")(opts, own_sets)
+    with blamed(f"dataset {opts.dataset}", FILES.format(opts.data_dir)):
+        return find_function(DATASETS[name][0])(opts)
 
 
 def preload(opts: Options) -> None:
@@ -149,7 +143,7 @@ def loaded(
         return parts
 
     pin = bool(gpus()) and "cpu" not in (opts.device, *opts.devices)
-    if opts.workers and isinstance(samples, DatasetSamples):
+    if opts.workers and samples.one_by_one:
         yield from extra("workers")(load, cuts, opts.workers, pin)
         return
     for parts in map(load, cuts):

@@ -1,25 +1,25 @@
 """The two sets of a dataset: `fetch(ids, epoch, augment)` makes one batch of samples.
 
-From what a function of datasets.py or of a user returns to a Data: `data_of` makes Samples of each set, looks
-at the first one that can be read, and hashes the contents. The same ids give the same batch in any process:
-augmentation and other random choices are a function of (seed, epoch, id of the sample), so no worker and no
-rank has a generator of its own to save.
+From what a function of datasets.py or of a user returns to a Data: `data_of` makes Samples of each set (of a
+user's Dataset: extras/own_data.py), looks at the first one that can be read, and hashes the contents. The
+same ids give the same batch in any process: augmentation and other random choices are a function of (seed,
+epoch, id of the sample), so no worker and no rank has a generator of its own to save.
 """
 
 import copy
 import hashlib
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
-from common.errors import UserError, blamed, one_line, warn
+from common.errors import UserError
 from common.options import Options, extra
-from common.sampler import seeded, uniforms
+from common.sampler import uniforms
 
 FLOAT32_WHOLE = 1 << 24  # up to there float32 has every whole number
 WORDS = (torch.int16, torch.int32, torch.int64)
@@ -52,10 +52,12 @@ class Samples:
 
     first = 0  # a sample that can be read
     tokens = 1  # of a sample
+    one_by_one = False  # each is a call of a user's: processes may load them ahead
     note = None  # note("bad_sample", ...) writes to the ledger
     set_epoch = None  # of a dataset that has one
 
     fetch: Callable[..., Nested]  # of (ids, epoch=0, augment=False): these samples as a batch
+    contents: Callable[[], Iterable]
 
     def __init__(self, count: int, opts: Options, classes: int | None) -> None:
         self.count = count
@@ -121,74 +123,7 @@ class TensorSamples(Samples):
         return x, y
 
     def contents(self):
-        return [bytes_of(part).numpy() for part in (self.x, self.y)]
-
-
-class DatasetSamples(Samples):
-    """A Dataset; (seed, epoch, id) seeds torch, Python and numpy before each sample.
-
-    Samples become a batch in its own `collate(samples)`, or in torch's default_collate. A Dataset augments
-    by itself. With --bad-samples skip a batch lacks the samples that cannot be read; without any it is None.
-    """
-
-    def __init__(self, dataset, opts, classes):
-        super().__init__(len(dataset), opts, classes)
-        self.dataset = dataset
-        self.set_epoch = inherited(dataset, "set_epoch")
-        self.skip = opts.bad_samples == "skip"
-        self.collate = inherited(dataset, "collate") or inherited(dataset, "collate_fn") or default_collate
-
-    def fetch(self, ids, epoch=0, augment=False):
-        samples = self._samples(ids, epoch)
-        if not samples:
-            return None
-        which = f"{self.name}: samples {list(ids[:3])}"
-        count = 0 if self.skip else len(ids)
-        way_out = "samples of one shape, or a method collate(samples) of the dataset, may pad them"
-        with blamed(f"{which} are no batch", way_out), seeded(self.seed, epoch, "collate", ids[0]):
-            batch = self.collate(samples)  # it may mask words at random
-            if batch is None and not self.skip:  # it would count as nothing to train on
-                raise ValueError("collate returned None")
-            match batch:
-                case [x, Tensor() as y] if self.classify:
-                    batch = map_tensors(as_input, x), whole_targets(y, count, self.classes, which)
-                case {"labels": Tensor() as y} if self.classify:
-                    whole_targets(y, count, self.classes, which)
-        return batch
-
-    def _samples(self, ids, epoch):
-        """Read these samples; with --bad-samples skip without those that cannot be read."""
-        samples = []
-        for id in ids:
-            try:
-                with (
-                    blamed(
-                        f"{self.name}: sample {id}",
-                        "mend it, or in another run (--run-dir NEW) use --bad-samples skip",
-                    ),
-                    seeded(self.seed, epoch, id),
-                ):
-                    samples.append(self.dataset[id])
-            except UserError as error:
-                if not self.skip:
-                    raise
-                warn(f"left out: {one_line(error)}", of_this_rank=True)
-                if self.note:
-                    self.note("bad_sample", id=id, epoch=epoch, why=one_line(error))
-        return samples
-
-    def contents(self):
-        """Yield mean absolute values of three samples; none of one that changes when it is read again."""
-        for id in (0, len(self) // 2, len(self) - 1):
-            first, again = (leaves(self.fetch([id])) for _ in range(2))
-            if all(map(torch.equal, map(bytes_of, first), map(bytes_of, again))):
-                sizes = [f"{tensor.double().abs().mean():.3e}" for tensor in first]
-                yield " ".join(sizes).encode()  # in few digits: the CPU may decide the last bits
-            else:
-                warn(
-                    f"{self.name}: sample {id} is another one each time it is read, so no restart "
-                    "is exact\nlet it draw from torch, random or numpy.random, which are seeded"
-                )
+        return [part.flatten().view(torch.uint8).numpy() for part in (self.x, self.y)]
 
 
 @dataclass(frozen=True)
@@ -218,7 +153,7 @@ def data_of(
         if isinstance(samples, tuple):
             samples = TensorSamples(samples, opts, classes, **pictures)
         elif not isinstance(samples, Samples):
-            samples = DatasetSamples(samples, opts, classes)
+            samples = extra("dataset")(samples, opts, classes)
         batch = samples.look()
         if opts.task == "tokens":
             extra("tokens")(batch, samples.name)
@@ -232,7 +167,7 @@ def data_of(
     return Data(opts.dataset, classes, tuple(first.shape), vocab, first, second, fingerprint)
 
 
-def whole_targets(y, count, classes, which):
+def whole_targets(y: Tensor, count: int, classes: int | None, which: str) -> Tensor:
     """Check targets of `classify`, return them as int64; with `count` 0 there may be any number of them."""
     whole = y.long()
     end = classes or math.inf
@@ -251,7 +186,7 @@ def is_picture(x):
     return x.dtype == torch.uint8 and x.dim() == 4
 
 
-def as_input(x):
+def as_input(x: Tensor) -> Tensor:
     """Return the tensor as a net accepts it: pictures become 0..1, other numbers float32, indices int64."""
     if is_picture(x):
         return x.float().div_(255)
@@ -260,18 +195,6 @@ def as_input(x):
         loses = (narrow != x) & (x.abs() >= FLOAT32_WHOLE)  # time stamps, ids: others would be one number
         return x if loses.any() else narrow
     return x.long() if x.dtype in WORDS else x
-
-
-def bytes_of(tensor):
-    return tensor.flatten().view(torch.uint8)
-
-
-def inherited(dataset, name):
-    """Return an attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
-    value = getattr(dataset, name, None)
-    if value is None and hasattr(dataset, "dataset"):
-        return inherited(dataset.dataset, name)
-    return value
 
 
 def map_tensors(change: Callable, nested: Nested) -> Nested:

@@ -23,7 +23,7 @@ from common.checkpoint import Damaged, checkpoints, describe, newest_first, read
 from common.errors import UserError, blamed, one_line, say, warn
 
 OPTIONS = "options.json"
-LOGS = [OPTIONS, "ledger.jsonl", "metrics.jsonl"]
+LOGS = "*.jsonl"  # metrics, and each machine's ledger
 STATE = "state.json"
 MANIFEST = "manifest.json"
 END_SECONDS = 600.0  # an ending process waits no longer; its launcher may allow less
@@ -81,7 +81,7 @@ class Bucket:
             names = self._names()
             newest = self._newest(names)
             place = f"checkpoints/{folder.name}"
-            sources = {log: self.disk / log for log in LOGS if (self.disk / log).exists()}
+            sources = {path.name: path for path in (self.disk / OPTIONS, *self.disk.glob(LOGS))}
             if newest != manifest:
                 own = {f"{place}/{file}": folder / file for file in (*tables, STATE)}
                 own[f"{place}/{OPTIONS}"] = self.disk / OPTIONS
@@ -180,9 +180,9 @@ class Bucket:
         whole, line = describe(step, aside)
         say(f"{self.url}: {line}")
         if whole:
-            for log in LOGS[1:]:
-                with suppress(FileNotFoundError):
-                    self._get(log, self.disk / log)
+            for path in self.files.glob(f"{self.root}/{LOGS}"):
+                log = path.rpartition("/")[2]
+                self._get(log, self.disk / log)
             os.rename(aside / OPTIONS, self.disk / OPTIONS)
             os.sync()
             os.rename(aside, self.writer.root / name)

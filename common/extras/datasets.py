@@ -1,5 +1,6 @@
-"""Datasets by name, beside the two that the core has; each is named in DATASETS (options/registry.py).
+"""Datasets by name, beside the one that the core has; each is named in DATASETS (options/registry.py).
 
+--dataset random:100x5                         # numbers, and labels from a coin
 --dataset sentiment                            # the two sentences of the tutorial
 --dataset mnist | fashion-mnist | cifar10      # in --data-dir; --download fetches them
 --dataset imagefolder --data-dir DIR           # DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from common.data import data_of
 from common.errors import UserError, blamed
 
+SEED = 20240711  # of the data, not of a run: every run trains on the same numbers
+
 
 # ---- sentiment ----
 def sentiment(opts):
@@ -27,6 +30,19 @@ def sentiment(opts):
     bad = [1, 5, 6, 7]  # This movie is terrible; "This" is not "this", but an unknown word
     both = (torch.tensor([good, bad]), torch.tensor([1, 0]))
     return data_of(opts, both, both, 2, vocab=8)
+
+
+# ---- random ----
+def random_numbers(opts):
+    """Draw for `random:NxF` N samples of F normal numbers, labels from a coin; 100x5 by default."""
+    size = opts.dataset.partition(":")[2] or "100x5"
+    samples, features = map(int, size.split("x"))
+    rng = torch.Generator().manual_seed(SEED)
+    x = torch.randn(samples, features, generator=rng)
+    x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
+    y = torch.randint(0, 2, (samples,), generator=rng)
+    # labels from a coin cannot be predicted: so the test set is the training set
+    return data_of(opts, (x, y), (x, y), 2, fingerprint=opts.dataset)
 
 
 # ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----

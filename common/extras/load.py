@@ -7,8 +7,9 @@ from torch import nn
 from common.checkpoint import weights_of
 from common.data import DataFacts
 from common.errors import UserError
+from common.extras.own_files import refuse_foreign_code
 from common.models import build_model
-from common.options import Options, read_options, refuse_foreign_code
+from common.options import Options, read_options
 
 # of a loop of one's own: a function that returns its net asks for nothing
 NOT_KNOWN = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}

@@ -1,5 +1,6 @@
-"""Nets by name, beside those of the core: an LSTM, and torchvision's classifiers."""
+"""Nets by name, beside that of the core: an MLP, an LSTM, torchvision's classifiers; and lazy modules."""
 
+import math
 from collections import OrderedDict
 
 import torch
@@ -7,6 +8,14 @@ from torch import nn
 
 from common.errors import blamed
 from common.options import MODELS
+
+
+def build_mlp(data):
+    """Build two linear layers with five units between them, as in the DDP tutorials."""
+    features = math.prod(data.sample_shape)
+    return nn.Sequential(
+        OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5), fc2=nn.Linear(5, data.classes))
+    )
 
 
 class LastHidden(nn.LSTM):
@@ -40,3 +49,11 @@ def build_torchvision(name, data):
         conv.weight = nn.Parameter(torch.empty(conv.out_channels, channels, *conv.kernel_size))
         conv.reset_parameters()
     return net
+
+
+@torch.no_grad()
+def make_lazy_weights(net, data):
+    """Make the weights of torch's lazy modules, whose shapes follow from a first input."""
+    kind = torch.int64 if data.vocab else torch.float32
+    net.eval()(torch.zeros(1, *data.sample_shape, dtype=kind))
+    net.train()

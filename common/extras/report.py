@@ -27,22 +27,11 @@ from common.place import start_of
 
 MOST_ROWS = 4000  # in a page
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
-
-
 BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
-
-
 RECENT = 10  # entries of the clock that the rate and the slow rank are taken from
-
-
 SLOW_TIMES = 1.2  # the median: from there on a rank is named
-
-
 RUNNING = {"training", "silent", "dead"}  # states of a run that has not ended well
 QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
-
-
-# ---- seconds --------------------------------------------------------------------------------------
 
 
 def main(argv=None):
@@ -168,23 +157,17 @@ def page(run, facts):
 
 def without_pauses(facts):
     """Take out the seconds until the next command was typed: they are no price of a death."""
-    lives = facts["lives"]
-    paused = {
-        life["life"]: life["buckets"]["down"]
-        for before, life in pairwise(lives)
-        if life["job"] != before["job"]
-    }
-    total = sum(paused.values())
-
-    def left(buckets, seconds):
-        return buckets | {"down": max(0.0, buckets["down"] - seconds)}
-
-    return facts | {
-        "lives": [life | {"buckets": left(life["buckets"], paused.get(life["life"], 0.0))} for life in lives],
-        "buckets": left(facts["buckets"], total),
-        "wall_s": facts["wall_s"] - total,
-        "paused_s": total,
-    }
+    lives = facts["lives"][:1]
+    paused = 0.0
+    for before, life in pairwise(facts["lives"]):
+        down = life["buckets"]["down"]
+        if life["job"] != before["job"]:
+            paused += down
+            down = 0.0
+        lives.append(life | {"buckets": life["buckets"] | {"down": down}})
+    buckets = facts["buckets"] | {"down": sum(life["buckets"]["down"] for life in lives)}
+    wall = facts["wall_s"] - paused
+    return facts | {"lives": lives, "buckets": buckets, "wall_s": wall, "paused_s": paused}
 
 
 def print_audit(runs):
@@ -311,7 +294,7 @@ def now(lives, events, told):
 
 
 def slow(life, entries):
-    """The rank that was the slowest in most of these entries, with its host and the median; or None."""
+    """Return the rank that was the slowest in most of these entries, its host and the median; or None."""
     seen = [(entry["slow_rank"], entry["slow_times"]) for entry in entries if "slow_rank" in entry]
     for rank in {*dict(seen)}:
         times = [x for slowest, x in seen if slowest == rank]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -44,7 +45,7 @@ class Lines:
             self.give_up(error)
 
     def open(self):
-        """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
+        """Follow no planted link; end a last line that a full disk or a power cut has torn."""
         for folder in (self.path.parent.parent, self.path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -71,7 +72,7 @@ class Lines:
 
 
 def at_once(path, flags):
-    """Opens a file for `open`; a pipe that has its name keeps no reader waiting."""
+    """Open a file for `open`; a pipe that has its name keeps no reader waiting."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -82,12 +83,14 @@ def read(path: Path, name: str = "event") -> Iterator[Record]:
 
 
 def parse(line, name="event"):
-    """The object in a line; None if the line is torn or odd, or the object lacks this name."""
+    """Return the object in a line; None if the line is torn or odd, or the object lacks this name."""
     record = None
     with suppress(ValueError, RecursionError):
         record = json.loads(line)
-    is_ours = isinstance(record, dict) and name in record and isinstance(record.get("step", 0), int)
-    return record if is_ours else None
+    if not isinstance(record, dict) or name not in record:
+        return None
+    is_right = isinstance(record.get("step", 0), int) and isinstance(record.get("t", 0), (int, float))
+    return record if is_right else None
 
 
 def lines_back(path):
@@ -111,14 +114,16 @@ def lines_back(path):
 
 
 class Ledger:
-    """RUN/ledger.jsonl. Fields ending in `_s` are seconds; FIELDS in lives.py tells what an event needs.
+    """RUN/ledger.jsonl, of a machine without rank 0 ledger-HOST.jsonl: a network disk appends for one alone.
 
-    `writer`, a life and a rank, is in each event; an event's own fields win.
+    Fields ending in `_s` are seconds; FIELDS in lives.py tells what an event needs. `life` and rank are in
+    each event; an event's own fields win.
     """
 
-    def __init__(self, run_dir: Path, **writer: object) -> None:
-        self.lines = Lines(run_dir / "ledger.jsonl")
-        self.writer = writer
+    def __init__(self, run_dir: Path, rank: int = 0, local_rank: int = 0, **life: str) -> None:
+        host = "" if rank == local_rank else f"-{socket.gethostname()}"
+        self.lines = Lines(run_dir / f"ledger{host}.jsonl")
+        self.writer = {"rank": rank} | life
 
     def event(self, name: str, /, **fields: object) -> None:
         self.lines.append({"t": round(time.time(), 3), "event": name} | self.writer | fields)
@@ -139,13 +144,13 @@ class Audit:
             self.lines.append({"event": "begin", "step": step, "ids": ids})
 
     def done(self, step: int) -> None:
-        """`step` is the newest whole one: a GPU may end it late, and then it is noted twice."""
+        """Note the newest whole step: a GPU may end it late, and then it is noted twice."""
         if self.on:
             self.lines.append({"event": "done", "step": step})
 
 
 class Clock:
-    """Measures where the time of a life goes; it began with its process, before the imports.
+    """Measure where the time of a life goes; it began with its process, before the imports.
 
     After the first step each second goes to one bucket: data_wait, steps, evaluation, or save_stall, which is
     all else that follows a step.
@@ -163,7 +168,7 @@ class Clock:
         self.slow: Record = {}  # which rank is the slowest, and how many times the median it takes
 
     def timed(self, batches: Iterable) -> Iterator:
-        """The same batches, and the time between them is measured."""
+        """Yield the same batches, and measure the time between them."""
         self.add("save_stall")
         for batch in batches:
             self.add("data_wait")
@@ -173,14 +178,14 @@ class Clock:
         self.write_down()  # a kill in the evaluation costs no time of steps
 
     def add(self, bucket: str) -> None:
-        """The time since the last call goes to this bucket; before the first step it belongs to the start."""
+        """Add the time since the last call to this bucket; before the first step it belongs to the start."""
         now = time.monotonic()
         if self.entered:
             self.spent[bucket] += now - self.mark
         self.mark = now
 
     def stepped(self, step: int) -> None:
-        """A step is done."""
+        """Note that a step is done."""
         if self.ledger is None:
             return
         self.add("steps")
@@ -193,7 +198,7 @@ class Clock:
             self.write_down()
 
     def write_down(self) -> None:
-        """An entry in the ledger: the seconds since the last one."""
+        """Make an entry in the ledger: the seconds since the last one."""
         if self.ledger is not None and self.spent:
             seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items()}
             self.ledger.event("steps", step=self.step, **seconds, **self.slow)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import chain
+from heapq import merge
 from operator import itemgetter
 from pathlib import Path
 
@@ -19,43 +19,54 @@ FIELDS = {  # without which an event is damaged, and left out like a torn line: 
     "error": ("rank", "why"),
     "death": ("rank", "why"),
 }
+TIME = itemgetter("t")
 CLOCK = b'"event": "steps"'  # in the line of an entry of the clock, and in no other
 
 Life = list[Record]  # its events in order; the first is named "life"
 
 
 def lives_of(*run_dirs: Path) -> list[Life]:
-    """Return the lives in order. Nodes with a run folder of their own each hold a part: merged by time."""
+    """Return the lives in order. Each machine holds a part, maybe in a folder of its own: merged by time."""
     return [*each_life(*run_dirs)]
 
 
 def each_life(*run_dirs: Path) -> Iterator[Life]:
     """Yield what `lives_of` returns, one life at a time."""
-    paths = [run_dir / "ledger.jsonl" for run_dir in run_dirs]
-    events: Iterable[Record] = filter(_is_whole, chain.from_iterable(map(read, paths)))
-    if len(paths) > 1:
-        events = sorted(events, key=itemgetter("t"))
+    parts = [filter(_is_whole, read(path)) for path in _ledgers(*run_dirs)]
     life = None
-    for life in _cut(events):
+    for life in _cut(merge(*parts, key=TIME)):
         yield life
     if not life:
-        raise UserError(f"{paths[0]} holds no life\nname the folder of a run that has begun training")
+        raise UserError(f"{run_dirs[0]} holds no life\nname the folder of a run that has begun training")
 
 
 def newest_lives(run_dir: Path) -> Iterator[Life]:
-    """Yield the lives, the newest one first; reads the ledger from its end, as far as lives are asked for.
+    """Yield the lives, the newest one first; read the ledger from its end, as far as lives are asked for.
 
-    Of the entries of its clock a life has the last one alone, if that is its last event.
+    Entries of the clock are left out, but for the last one of a file.
     """
     events = []
+    for event in merge(*map(_back, _ledgers(run_dir)), key=TIME, reverse=True):
+        events.append(event)
+        if event["event"] == "life":
+            yield from _cut(reversed(events))
+            events = []
+
+
+def _ledgers(*run_dirs):
+    """Return the files of all machines that share these folders."""
+    return [path for run_dir in run_dirs for path in sorted(run_dir.glob("ledger*.jsonl"))]
+
+
+def _back(path):
+    """Yield the events of a file, the newest one first."""
+    newest = None
     with suppress(OSError):  # what has its name is no file, or cannot be read: a log stops no start
-        for _, line in lines_back(run_dir / "ledger.jsonl"):
-            event = parse(line) if not events or CLOCK not in line else None
+        for _, line in lines_back(path):
+            event = None if newest and CLOCK in line else parse(line)
             if event and _is_whole(event):
-                events.append(event)
-                if event["event"] == "life":
-                    yield from _cut(reversed(events))
-                    events = []
+                newest = newest or event
+                yield event
 
 
 def _is_whole(event):

@@ -20,11 +20,12 @@ from common.options import Options
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
 BAR_CHARACTERS = 10
 CLEAN_BYTES = 1 << 16  # at the end of metrics.jsonl, that are looked through
+KINDS = (True, False)  # of rows: steps, which have an epoch, and evaluations
 CURVES_SECONDS = 5  # of points that a kill may cost TensorBoard; metrics.jsonl has all
 
 
 class Log:
-    """Tells on rank 0 how the run goes; call it on every rank, the others stay silent.
+    """Tell on rank 0 how the run goes; call it on every rank, the others stay silent.
 
     `first` is the step this life resumed at, `total` the last step of the run. `records` are the lines of the
     last logged step and evaluation, kept in the checkpoint: the process may have died before writing them.
@@ -91,7 +92,7 @@ class Log:
         self.previous = time.monotonic(), step  # the time of an evaluation is no time of steps
 
     def done(self, step: int, best: Record) -> None:
-        """The last line: that the run is done, its best evaluation, and where it is."""
+        """Print the last line: that the run is done, its best evaluation, and where it is."""
         words = [
             f"{name} {value:.4f} (best, step {best['step']})"
             for name, value in best.items()
@@ -111,7 +112,7 @@ class Log:
             self.console.close()
 
     def _keep(self, record, **more):
-        """Into both files, unless this step is there already."""
+        """Write a row into both files, unless this step is there already."""
         row = record | {"time": round(time.time(), 3)}
         if "epoch" in row:
             row["epoch"] += 1
@@ -129,24 +130,23 @@ class Metrics(Lines):
     def __init__(self, run_dir, step):
         super().__init__(run_dir / "metrics.jsonl")
         self.last = step  # of which the file may have a row when it is opened
-        self.newest = {"step": -1, "evaluation": -1}  # that has a row
+        self.newest = dict.fromkeys(KINDS, -1)  # that has a row
         try:
             self.open()
         except OSError as error:
             self.give_up(error)
 
     def open(self):
-        """Opens the file and cleans its end; so what is written to is clean."""
+        """Open the file and clean its end; so what is written to is clean."""
         super().open()
-        known = self.newest
-        self.newest = dict.fromkeys(known, -1)
+        self.newest = dict.fromkeys(KINDS, -1)
         size = os.fstat(self.fd).st_size
         lines = []
         for start, line in lines_back(self.path):
             lines.append(line + b"\n")
             row = parse(line, "step") or {}
             if size - start > CLEAN_BYTES and "epoch" in row and row["step"] < self.last:
-                self.newest = dict.fromkeys(known, row["step"] - 1)
+                self.newest = dict.fromkeys(KINDS, row["step"] - 1)
                 break
         lines.reverse()
         rows = [line for line in lines if self._belongs(parse(line, "step"))]
@@ -154,7 +154,6 @@ class Metrics(Lines):
         os.ftruncate(self.fd, start + right)
         os.write(self.fd, b"".join(rows)[right:])
         self.last = math.inf
-        self.newest = {kind: max(step, known[kind]) for kind, step in self.newest.items()}
 
     def _belongs(self, row):
         return row is not None and row["step"] <= self.last and self._is_new(row)
@@ -168,7 +167,7 @@ class Metrics(Lines):
         return new
 
     def _is_new(self, row):
-        kind = "step" if "epoch" in row else "evaluation"
+        kind = "epoch" in row
         new = row["step"] > self.newest[kind]
         if new:
             self.newest[kind] = row["step"]
@@ -205,7 +204,7 @@ class Curves:
             warn(f"no curves for TensorBoard: {error}; training continues (or use --no-tensorboard)")
 
     def _open(self):
-        """Not earlier: the import takes time, and a finished run has nothing to add."""
+        """Begin with the first point: the import takes time, and a finished run has nothing to add."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder.mkdir(mode=0o700, exist_ok=True)

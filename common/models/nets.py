@@ -1,11 +1,10 @@
-"""The nets that a first run needs; `build_model` makes any net, also one of a user's own.
+"""The net of a first run; `build_model` makes any net, also one of a user's own.
 
 To add one, write a function that takes the facts of the data (classes, sample_shape, vocab) and returns an
 nn.Module, and name it in MODELS of options/registry.py. One in a file of your own needs no edit here:
 `--model FILE.py:function`.
 """
 
-import math
 from collections import OrderedDict
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from common.checkpoint import facts_of
 from common.data import DataFacts
 from common.device import is_gpu
 from common.errors import UserError, blamed
-from common.options import MODELS, Options, call_user, extra, find_function
+from common.options import MODELS, Options, extra, find_function
 from common.sampler import seeded
 
 
@@ -50,14 +49,6 @@ def build_net(data):
     )
 
 
-def build_mlp(data):
-    """Build two linear layers with five units between them, as in the DDP tutorials."""
-    features = math.prod(data.sample_shape)
-    return nn.Sequential(
-        OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5), fc2=nn.Linear(5, data.classes))
-    )
-
-
 def build_model(opts: Options, data: DataFacts) -> nn.Module:
     """Build the net that `opts.model` names, on the CPU, from opts.seed and --init-from."""
     name, *size = opts.model.split(":")
@@ -65,12 +56,13 @@ def build_model(opts: Options, data: DataFacts) -> nn.Module:
     way_out = f"dataset {data.name} has samples of shape {shape}: choose another --model or --dataset"
     with seeded(opts.seed, "init"), blamed(f"model {opts.model}", way_out):
         if name.endswith(".py"):
-            net = call_user(opts.model, opts, data)
+            net = extra("call")(opts.model, opts, data)
         elif name in MODELS:
             net = find_function(MODELS[name])(data, *size)
         else:
             net = extra("torchvision")(name, data)
-        make_lazy_weights(net, data)
+        if any(map(is_lazy, net.parameters())):
+            extra("lazy")(net, data)
         net = net.cpu()
         check_net(net, opts.model)
     kept = {field.name: getattr(data, field.name, None) for field in fields(DataFacts)}
@@ -102,15 +94,6 @@ def train_but_for_frozen_parts(net):
 def stay_in_evaluation(module: nn.Module) -> None:
     """Put a module into evaluation mode for good: its train(), which net.train() calls, does nothing then."""
     module.eval().train = lambda mode=True: module
-
-
-@torch.no_grad()
-def make_lazy_weights(net, data):
-    """Make the weights of torch's lazy modules, whose shapes follow from a first input."""
-    if any(map(is_lazy, net.parameters())):
-        kind = torch.int64 if data.vocab else torch.float32
-        net.eval()(torch.zeros(1, *data.sample_shape, dtype=kind))
-        net.train()
 
 
 def check_net(net: nn.Module, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What was asked for: flags, the names they know, functions of a user's own.
+"""What was asked for: flags, the names they know, the code of a run.
 
 No torch here: --help and a typo answer at once.
 """
@@ -13,5 +13,6 @@ from common.options.options import (
     with_folder,
 )
 from common.options.parser import begin_life, parse_options, read_arguments
-from common.options.registry import DATASETS, MODELS, kind_of
-from common.options.user import call_user, code_of, extra, find_function, refuse_foreign_code, text_of
+from common.options.registry import DATASETS, MODELS, extra, find_function, kind_of
+from common.options.rules import flag_of
+from common.options.user import code_of, commit, files_of, text_of

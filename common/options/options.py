@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, blamed, did_you_mean
-from common.options.registry import DATASETS, FUSED, RATE, RATES, flags_of_dataset, kind_of
-from common.options.rules import flag_of, keywords
+from common.options.registry import DATASETS, FUSED, RATE, RATES, extra, flags_of_dataset, kind_of
+from common.options.rules import flag_of
 from common.place import here
 from common.sealed import Facts, unsealed
 
@@ -61,7 +61,7 @@ def free(
 
 
 def fixed(*args, **kwargs):
-    """Like `free`, for a flag that changes the result: a restart with another value is refused."""
+    """Make a field as `free` does, of a flag that changes the result: a restart may not change it."""
     return free(*args, **kwargs, changes_result=True)
 
 
@@ -227,7 +227,7 @@ class Options:
 
     @property
     def torch_optimizer(self) -> tuple[type, Values]:
-        """(class of torch.optim, its arguments)."""
+        """Return (class of torch.optim, its arguments)."""
         from torch import optim  # not at the top: flags are read without torch
 
         kinds = {name.lower(): kind for name, kind in vars(optim).items() if isinstance(kind, type)}
@@ -243,16 +243,11 @@ class Options:
             arguments["weight_decay"] = self.weight_decay
         if self.momentum is not None:
             arguments["momentum"] = self.momentum
-        more = keywords(self.optimizer_args)
-        twice = arguments.keys() & more
-        if twice:
-            raise UserError(
-                f"--optimizer-args: {', '.join(sorted(twice))} is a flag, too\n"
-                "use the flag: --lr, --momentum or --weight-decay"
-            )
-        if self.optimizer in FUSED and "foreach" not in more:
-            arguments["fused"] = True
-        return kind, arguments | more
+        if self.optimizer_args:
+            arguments |= extra("optimizer_args")(self.optimizer_args, besides=arguments)
+        if self.optimizer in FUSED and "foreach" not in arguments:
+            arguments = {"fused": True} | arguments
+        return kind, arguments
 
     def identity(self) -> Values:
         """Return all fixed flags, as JSON gives them back, of a file the name; the same on every restart."""
@@ -279,7 +274,7 @@ class Options:
         ]
 
     def facts_of_the_run(self) -> Values:
-        """{name: value} of what all ranks had before, besides the options; empty if nothing is saved."""
+        """Return {name: value} of what all ranks had before, beside the options; none if nothing is saved."""
         with suppress(OSError, UserError):
             if self.is_bound:
                 facts = read_run(self.run_dir)
@@ -288,7 +283,7 @@ class Options:
 
     @property
     def is_bound(self) -> bool:
-        """Whether a step of this run was saved: until then its options may change."""
+        """Return whether a step of this run was saved: until then its options may change."""
         return any(re.match("step-|damaged-", name) for name in os.listdir(self.run_dir / "checkpoints"))
 
     def refuse_another_run(self, wrong: list[str]) -> None:

@@ -11,24 +11,16 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from common.errors import UserError, did_you_mean, end, ready_streams, say
+from common.errors import UserError, end, ready_streams, say
 from common.options.options import FLAGS, Options, Values, read_options
+from common.options.registry import extra
 from common.options.rules import check_clashes, check_files, check_names, check_together, check_world, flag_of
-from common.options.user import extra
 from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits, tasks_beside
 from common.torch_names import TRAINING, missing
 
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
 NUMBERS = {int: "a whole number", float: "a number"}
 SHAPES: dict[object, str] = {int: "N", float: "X", tuple: "A,B"}  # of a value, in --help
-MEANT = {  # by flags that others have
-    "--batch-size": "--global-batch-size, the samples of a step over all processes",
-    "--learning-rate": "--lr",
-    "--precision": "--amp bf16",
-    "--gpus": "torchrun --nproc_per_node=N, which starts a process for each GPU",
-    "--nproc": "torchrun --nproc_per_node=N, before the name of the script",
-}
-GONE = {"--stages", "--shard", "--recompute"}  # flags of a net in parts
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,20 +48,9 @@ def read_flags(words, doc, script):
         if script in field.metadata["scripts"]:
             group.add_argument(flag, dest=field.name, **how_to_read(field))
     values, unknown = parser.parse_known_args(as_argparse_reads(words))
-    if not unknown:
-        return vars(values)
-    flag = unknown[0].partition("=")[0]
-    if flag in FLAGS:
-        owners = " and ".join(f"train_{script}.py" for script in FLAGS[flag].metadata["scripts"])
-        raise UserError(f"{flag} cannot take effect in {parser.prog}\nit belongs to {owners}")
-    if flag in GONE:
-        raise UserError(
-            f"{flag} is gone: a process holds a whole net, over several devices with train_mp.py\n"
-            "to bring over weights of a run with parts: python -m common.checkpoint RUN --export FILE\n"
-            "by the version that wrote it, then --init-from FILE here"
-        )
-    hint = f"; did you mean {MEANT[flag]}?" if flag in MEANT else did_you_mean(flag, FLAGS)
-    parser.error(f"unknown argument {unknown[0]!r}{hint}")
+    if unknown:
+        extra("unknown_flag")(unknown[0], parser.prog)
+    return vars(values)
 
 
 def as_argparse_reads(words):

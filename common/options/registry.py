@@ -1,14 +1,19 @@
-"""The names that flags know. No torch here: --help and a typo answer at once.
+"""The names that flags know, and the functions they stand for. No torch here: a typo answers at once.
 
 To add a net or a dataset, write its function and name it here as `module:function`; `find_function` imports
 it when it is needed. Code that lives elsewhere needs no name: `--model path/to/file.py:function`.
 """
 
+import importlib
 from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from common.errors import blamed
 
 MODELS = {  # name: its function of (data), or (data, size)
     "net": "common.models.nets:build_net",
-    "mlp": "common.models.nets:build_mlp",
+    "mlp": "common.extras.nets:build_mlp",
     "lstm": "common.extras.nets:build_lstm",
     "gpt": "common.extras.gpt:build_gpt",
 }
@@ -20,12 +25,22 @@ DATASETS = {  # name: its function of (options), and the flags that not every da
     "cifar10": ("common.extras.datasets:cifar10", ("data_dir", "download")),
     "imagefolder": ("common.extras.datasets:imagefolder", FOLDERS),
     "sentiment": ("common.extras.datasets:sentiment", ()),
-    "random": ("common.data.datasets:random_numbers", ()),
+    "random": ("common.extras.datasets:random_numbers", ()),
     "text": ("common.extras.text:text", ("data_dir",)),
     "tokens": ("common.extras.text:tokens", ("data_dir", "vocab_size")),
 }
-EXTRAS: dict[str, str] = {  # option, or argument of Elastic: what is imported only where it is asked for
+EXTRAS: dict[
+    str, str
+] = {  # what is imported only where an option, a name or an argument of Elastic asks for it
+    "name": "common.extras.flags:check_name",  # that is not in NAMES
+    "unknown_flag": "common.extras.flags:refuse_flag",
+    "optimizer_args": "common.extras.flags:keywords",
+    "own_file": "common.extras.own_files:load_file",
+    "call": "common.extras.own_files:call_user",  # a function in one
+    "own_data": "common.extras.own_data:own_data",
+    "dataset": "common.extras.own_data:DatasetSamples",
     "torchvision": "common.extras.nets:build_torchvision",
+    "lazy": "common.extras.nets:make_lazy_weights",
     "init_from": "common.extras.weights:load_weights",
     "fork": "common.extras.fork:inherited",
     "freeze": "common.extras.weights:freeze",
@@ -69,6 +84,22 @@ RATES = {  # torch's own where they are not RATE; sgd has ours; tests/training c
 FUSED = ("sgd", "adam", "adamw")  # each weight's update is its own
 
 
+def find_function(place: str, *default: None) -> Any:
+    """Import the function that `place` names; `default`, if one is given and there is no such function."""
+    module, _, name = place.rpartition(":")
+    with blamed(place):
+        if module.endswith(".py"):
+            found = extra("own_file")(Path(module).resolve())
+        else:
+            found = importlib.import_module(module)
+        return getattr(found, name, *default)
+
+
+def extra(name: str) -> Any:
+    """Import what EXTRAS names: the one way from the core to an extra."""
+    return find_function(EXTRAS[name])
+
+
 def kind_of(name: str) -> str:
     """Return a name without its size."""
     kind = name.partition(":")[0]
@@ -79,5 +110,5 @@ def flags_of_dataset(name: str) -> tuple[str, ...]:
     """Return the flags of DATASETS that can take effect with this dataset."""
     if ".py:" in name:
         return FOLDERS
-    kind = kind_of(name)
-    return DATASETS[kind][1] if kind in DATASETS else ()
+    _, flags = DATASETS.get(kind_of(name), ("", ()))
+    return flags

@@ -1,14 +1,11 @@
 """Which flags contradict each other, this world or this machine's files; each such pair is an error."""
 
-import ast
 import os
-import re
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from pathlib import Path
 
-from common.errors import UserError, blamed, did_you_mean
-from common.options.registry import DATASETS, NAMES, flags_of_dataset, kind_of
+from common.errors import UserError
+from common.options.registry import DATASETS, NAMES, extra, flags_of_dataset, kind_of
 
 CLASHES = (  # the first cannot take effect with the second, because ...
     ("--micro-batch-size", "--virtual-ranks", "a slice is one forward, so its size is already fixed"),
@@ -35,59 +32,32 @@ CLASHES = (  # the first cannot take effect with the second, because ...
 )
 
 
-def flag_of(name):
+def flag_of(name: str) -> str:
     return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
-
-
-def keywords(text):
-    """Read {name: value} from the text `name=value,name=value`."""
-    with blamed(f"--optimizer-args {text!r}", "write eps=1e-6,amsgrad=True"):
-        call = ast.parse(f"f({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("an argument has no name")
-        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def check_names(opts):
     """Refuse a name that does not exist, before torch is imported."""
-    for flag, known in NAMES.items():
-        name = getattr(opts, flag)
+    for option, known in NAMES.items():
+        name = getattr(opts, option)
         path = name.rpartition(":")[0]
         if ".py" in name:
             if not Path(path).is_file():
                 missing = f"file {path!r}" if path else "function"
                 raise UserError(
-                    f"{flag_of(flag)} {name}: there is no {missing}\nwrite path/to/file.py:function"
+                    f"{flag_of(option)} {name}: there is no {missing}\nwrite path/to/file.py:function"
                 )
         elif known and kind_of(name) not in known:
-            more = torchvision_models() if flag == "model" else []
-            if name not in more:
-                names = [*known]
-                if flag == "model":
-                    names.append("those of torchvision where it is installed")
-                raise UserError(
-                    f"{flag_of(flag)}: {name!r} is unknown{did_you_mean(name, [*known, *more])}\n"
-                    f"there are {', '.join(names)}, and path/to/file.py:function"
-                )
-
-
-def torchvision_models():
-    """Read the names where they stand: to import them takes seconds; none if torchvision is not there."""
-    spec = find_spec("torchvision")
-    if not spec or not spec.origin:
-        return []
-    files = Path(spec.origin).parent.glob("models/*.py")
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    return re.findall(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", "\n".join(texts), re.MULTILINE)
+            extra("name")(option, name, known)
 
 
 def is_given(flag, opts):
-    """Return whether a flag has another value than its default; or, as --flag=pattern, a value like this."""
+    """Return whether a flag has a value, other than its default; or, as --flag=pattern, a value like this."""
     name, has_value, pattern = flag[2:].replace("-", "_").partition("=")
     value = getattr(opts, name)
     if has_value:
         return fnmatchcase(str(value), pattern)
-    return value != getattr(type(opts)(script=opts.script, dataset=opts.dataset, task=opts.task), name)
+    return value not in (0, getattr(type(opts), name))
 
 
 def check_clashes(opts):
@@ -100,12 +70,12 @@ def check_clashes(opts):
 def check_together(opts):
     """Refuse flags that contradict each other or cannot take effect together."""
     check_clashes(opts)
-    keywords(opts.optimizer_args)
-    special = {flag for _, flags in DATASETS.values() for flag in flags}
-    others = sorted(special.difference(flags_of_dataset(opts.dataset)))
-    idle = [flag for flag in map(flag_of, others) if is_given(flag, opts)]
-    if idle:
-        raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {opts.dataset}\nleave it out")
+    if opts.optimizer_args:
+        extra("optimizer_args")(opts.optimizer_args)
+    of_datasets = {flag for _, flags in DATASETS.values() for flag in flags}
+    for flag in map(flag_of, sorted(of_datasets.difference(flags_of_dataset(opts.dataset)))):
+        if is_given(flag, opts):
+            raise UserError(f"{flag} cannot take effect with --dataset {opts.dataset}\nleave it out")
     if opts.min_lr >= opts.lr:
         lower = " or lower --min-lr" if opts.min_lr else ""
         raise UserError(f"--lr {opts.lr} is not above --min-lr {opts.min_lr}\nraise --lr{lower}")

@@ -37,7 +37,7 @@ class CheckpointStore:
         self.opts = opts
         self.world = world
         self.fingerprint = fingerprint  # of the data
-        self.ledger = Ledger(opts.run_dir, life=world.life, rank=world.rank)
+        self.ledger = Ledger(opts.run_dir, world.rank, world.local_rank, life=world.life)
         self.fence = Fence(opts.run_dir, world.life)
         self.owns = False  # the folder is this rank's
         self.identity: dict = {}  # the run's, on a rank that owns

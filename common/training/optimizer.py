@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from common.errors import UserError, blamed
-from common.options import Options, call_user
+from common.options import Options, extra
 
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     """Return the optimizer of --optimizer, over all weights that train."""
     if ".py" in opts.optimizer:
-        return checked(call_user(opts.optimizer, net, opts, first=True), opts)
+        return checked(extra("call")(opts.optimizer, net, opts, first=True), opts)
     weights = [p for p in net.parameters() if p.requires_grad]
     kind, arguments = opts.torch_optimizer
     if any(p.is_complex() for p in weights):
@@ -145,7 +145,7 @@ def learning_rate(step, opts, steps_per_epoch, schedule=None):
         if schedule:
             value = schedule(step, total)
         else:
-            value = call_user(opts.lr_schedule, step, total, opts, first=True)
+            value = extra("call")(opts.lr_schedule, step, total, opts, first=True)
         if not isinstance(value, (int, float)) or not 0 <= value < 1e300:
             raise UserError(
                 f"the schedule returned {value!r} for step {step}\n"

@@ -17,7 +17,7 @@ def test_changed_data_is_refused_with_the_flag_that_accepts_it_and_the_command_o
     text = refused(
         options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000", fingerprint=OTHER
     )
-    assert "--accept-data-change" in text and f"--run-dir NEW --resume {tmp_path / 'run'}" in text
+    assert "--accept-data-change" in text and f"--run-dir NEW --resume {tmp_path}/run" in text
     text = refused(options(tmp_path, lr=0.5, accept_data_change=True), "--lr was", fingerprint=OTHER)
     assert "give the same options" in text
 
@@ -42,11 +42,8 @@ def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(
     said = []
     opts = options(tmp_path, accept_data_change=True)
     with a_life(opts, fingerprint=OTHER, said=said, samples=samples) as life:
-        assert (life.state.progress.step, life.state.progress.epoch, life.state.progress.position) == (
-            2,
-            0,
-            0,
-        )
+        progress = life.state.progress
+        assert (progress.step, progress.epoch, progress.position) == (2, 0, 0)
     assert len(said) == 2 and said[1].startswith("step 2 was saved at position 2 ")
     assert f"again with {samples} samples" in said[1]
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:

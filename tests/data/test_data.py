@@ -10,8 +10,9 @@ from test_datasets import options
 from torch.utils.data import Dataset
 
 from common.data import batches, loaded, loading
-from common.data.samples import DatasetSamples, TensorSamples
+from common.data.samples import TensorSamples
 from common.extras.datasets import crop_flip
+from common.extras.own_data import DatasetSamples
 from common.sampler import ElasticSampler
 
 

@@ -44,6 +44,9 @@ def test_random_has_the_tutorials_sizes_or_those_asked_for(name, shape, n):
 
 
 # ---- MNIST, Fashion-MNIST, CIFAR-10 ----
+LABELS = "MNIST/raw/train-labels-idx1-ubyte"
+
+
 def idx(*shape):
     content = bytes(i % 10 for i in range(int(np.prod(shape))))
     return struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape) + content
@@ -52,14 +55,9 @@ def idx(*shape):
 def write_mnist(root, folder="MNIST"):
     raw = root / folder / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    files = {
-        "train-images-idx3-ubyte": idx(20, 28, 28),
-        "train-labels-idx1-ubyte": idx(20),
-        "t10k-images-idx3-ubyte": idx(5, 28, 28),
-        "t10k-labels-idx1-ubyte": idx(5),
-    }
-    for name, content in files.items():
-        (raw / name).write_bytes(content)
+    for part, n in (("train", 20), ("t10k", 5)):
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(idx(n, 28, 28))
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx(n))
     return root
 
 
@@ -123,12 +121,11 @@ def test_one_rank_at_a_time_downloads_what_is_not_there_and_a_failed_download_is
 # ---- pictures in folders ----
 def write_images(root, n=3):
     image = pytest.importorskip("PIL.Image")
-    for part, label in ((part, label) for part in ("train", "val") for label in (0, 1)):
-        folder = root / part / ("cat", "dog")[label]
-        folder.mkdir(parents=True)
+    for name, red in (("train/cat", 0), ("train/dog", 60), ("val/cat", 0), ("val/dog", 60)):
+        (root / name).mkdir(parents=True)
         for number in range(n):
-            picture = image.new("RGB", (260 + number, 240 - number), (60 * label, 30 * number, 200))
-            picture.save(folder / f"{number}.png")
+            picture = image.new("RGB", (260 + number, 240 - number), (red, 30 * number, 200))
+            picture.save(root / name / f"{number}.png")
     return root
 
 
@@ -261,12 +258,8 @@ def files(tmp_path):
 @pytest.mark.parametrize(
     "name, spoil, said",
     [
-        ("mnist", lambda at: (at / "MNIST/raw/train-images-idx3-ubyte").write_bytes(b""), "dataset mnist"),
-        (
-            "mnist",
-            lambda at: (at / "MNIST/raw/train-labels-idx1-ubyte").write_bytes(idx(19)),
-            "dataset mnist",
-        ),
+        ("mnist", lambda at: (at / LABELS).write_bytes(b""), "dataset mnist"),
+        ("mnist", lambda at: (at / LABELS).write_bytes(idx(19)), "dataset mnist"),
         ("imagefolder", lambda at: (at / "train").rename(at / "other"), "/train"),
         ("imagefolder", lambda at: (at / "val/dog").rename(at / "val/cow"), "only in one: cow, dog"),
         ("tokens:8", lambda at: write_tokens(at, val=8), "empty set"),

@@ -13,8 +13,8 @@ from test_data import Noisy, options
 from test_rescue import a_run
 
 from common.data import batches
-from common.data.samples import DatasetSamples
 from common.errors import UserError
+from common.extras.own_data import DatasetSamples
 from common.extras.workers import shelter
 from common.rescue import Rescue
 from common.sampler import ElasticSampler

@@ -16,8 +16,8 @@ import pytest
 from jobs import PACED, free_port, ran
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.extras.report import main, summarize
-from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives
+from common.extras.report import BUCKETS, main, summarize
+from common.ledger import Clock, Ledger, deaths_of, lives_of, named, newest_lives
 from common.ledger.ledger import lines_back, read
 from common.options import Options
 from common.place import start_of
@@ -55,17 +55,9 @@ def write(folder, *events):
 def test_each_second_is_in_one_bucket_also_those_of_a_life_whose_rank_0_was_killed(tmp_path):
     write(tmp_path, *KILLED)
     facts = summarize(tmp_path)
-    assert facts["buckets"] == {
-        "start": 12 + 10,
-        "data_wait": 14,
-        "steps": 20,
-        "evaluation": 11,
-        "save_stall": 1,
-        "rescue": 6,
-        "down": 1,
-        "redone": 24,
-        "other": 2,
-    }
+    assert [*facts["buckets"].items()] == [
+        *zip(BUCKETS, [1, 12 + 10, 14, 20, 11, 1, 24, 6, 2], strict=True),
+    ]
     assert facts["wall_s"] == 101 and facts["goodput"] == 20 / 101
 
 
@@ -92,8 +84,7 @@ def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
     write(tmp_path, *KILLED)
     assert main([str(tmp_path), "--json"]) == 0
     (death,) = json.loads(capsys.readouterr().out)["deaths"]
-    assert (death["rank"], death["host"], death["pid"]) == (0, "x", 7)
-    assert death["cause"] == "was killed by SIGKILL"
+    assert [*death.values()] == ["aa", 0, "x", 7, "was killed by SIGKILL"]
     past = [event for event in KILLED[:8] if event["event"] != "death"]
     write(tmp_path, *past, at(1051, "error", rank=1, why="ValueError: broken jpeg 37"))
     assert [death["rank"] for death in summarize(tmp_path)["deaths"]] == [1], "this life may go on"
@@ -123,11 +114,8 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
         f"4.67 steps/s; {int(state == 'training')} of 1 processes alive here",
         first,
     )
-    assert (
-        4 <= float(ages[1]) < 60
-        and 3 <= float(ages[2]) < 60
-        and (second == f"pids {pid}") == (state == "training")
-    )
+    assert 4 <= float(ages[1]) < 60 and 3 <= float(ages[2]) < 60
+    assert (second == f"pids {pid}") == (state == "training")
     found = main([str(tmp_path), "--pid=0"])
     assert found == (0 if state == "training" else 2)
     said = capsys.readouterr()
@@ -145,10 +133,10 @@ def test_a_rank_is_named_that_is_the_slowest_in_most_entries_and_by_a_fifth(tmp_
         write(tmp_path, KILLED[0], at(1003, "steps", step=1), *events)
         assert main([str(tmp_path)]) == 0
         report = capsys.readouterr().out
-        assert main([str(tmp_path), "--html", str(tmp_path / "page")]) == 0
+        page, _ = page_of(tmp_path)
         slow = summarize(tmp_path)["now"]["slow"]
         line = "rank 1 on y: 1.4 x the median"
-        assert (line in report) == (line in (tmp_path / "page").read_text()) == bool(slow)
+        assert (line in report) == (line in page) == bool(slow)
         return slow
 
     assert told(entries) == {"rank": 1, "host": "y", "times": 1.4}
@@ -234,23 +222,21 @@ def test_a_run_on_another_machine_is_not_called_training_for_ever(tmp_path, caps
     assert "last heard of 0:11:40 ago, from x, y: look there" in capsys.readouterr().out
 
 
-def test_the_next_life_names_the_machine_that_died(jobs, tmp_path):
-    words = [*PACED, "--run-dir", tmp_path / "run", "--max-steps"]
-    job = {"TORCHELASTIC_RUN_ID": "one job", "PACE": "0"}
-    jobs.python("train_ddp.py", *words, 2, **job).ends_with(0)
+def test_the_next_life_names_the_machine_that_died_and_a_damaged_line_of_the_last_one_ends_no_start(
+    jobs, tmp_path
+):
+    def train(steps):
+        words = [*PACED, "--run-dir", tmp_path / "run", "--lr-schedule=cosine", "--max-steps", steps]
+        return jobs.python("train_ddp.py", *words, TORCHELASTIC_RUN_ID="one job", PACE="0").ends_with(0)
+
+    train(2)
     path = tmp_path / "run/ledger.jsonl"
     kept = [line for line in path.read_text().splitlines() if '"done"' not in line and '"left"' not in line]
     path.write_text("\n".join(kept).replace(json.dumps([socket.gethostname()]), '["node3"]') + "\n")
-    said = jobs.python("train_ddp.py", *words, 3, **job).ends_with(0)
-    assert "\nrank 0 on node3 ended without a word (killed, or its machine is gone)\nresuming" in said
-
-
-def test_a_damaged_line_of_the_last_life_ends_no_start_that_compares_itself_with_it(jobs, tmp_path):
-    words = [*PACED, "--run-dir", tmp_path / "run", "--lr-schedule=cosine", "--max-steps"]
-    jobs.python("train_ddp.py", *words, 2, PACE="0").ends_with(0)
-    path = tmp_path / "run/ledger.jsonl"
+    lost = "\nrank 0 on node3 ended without a word (killed, or its machine is gone)\nresuming"
+    assert lost in train(3)
     path.write_text(path.read_text().replace('"epochs"', '"epochz"'))
-    jobs.python("train_ddp.py", *words, 3, PACE="0").ends_with(0)
+    train(4)
 
 
 def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path, capsys):
@@ -266,6 +252,32 @@ def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path,
         f"{runs[1]}: done at step 58  best acc 0.3000 at step 58  lr 0.3",
     ]
     assert main([*map(str, runs), "--html=page"]) == 2
+
+
+def test_each_machine_writes_a_file_of_its_own_and_all_are_read_as_one(tmp_path, monkeypatch):
+    """Two clients of NFS that append to one file overwrite each other's lines."""
+    clock = iter(range(1000, 2000))
+    monkeypatch.setattr("common.ledger.ledger.time.time", lambda: next(clock))
+    machines = {}
+    for rank, local_rank, host in ((0, 0, "x"), (1, 1, "x"), (2, 0, "y"), (3, 1, "y")):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        machines[rank] = Ledger(tmp_path, rank, local_rank, life="aa")
+    for life in ("aa", "bb"):
+        facts = {"pids": [5, 6, 7, 8], "hosts": [*"xxyy"], "world": 4, "began": 990}
+        machines[0].event("life", life=life, step=0, **facts)
+        for rank in (2, 0, 3, 1):
+            machines[rank].event("left", life=life, stepped=0)
+    assert sorted(os.listdir(tmp_path)) == ["ledger-y.jsonl", "ledger.jsonl"]
+    for lives in (lives_of(tmp_path), [*newest_lives(tmp_path)][::-1]):
+        assert [[event["rank"] for event in named(life, "left")] for life in lives] == [[2, 0, 3, 1]] * 2
+        assert not [death for life in lives for death in deaths_of(life, over=True)]
+
+
+@pytest.mark.parametrize("t", ['"x"', "null", "[1]"])
+def test_an_event_of_no_time_stops_no_start_that_reads_two_machines(tmp_path, t):
+    write(tmp_path, *KILLED)
+    (tmp_path / "ledger-y.jsonl").write_text(f'{{"t": {t}, "event": "left", "rank": 1, "stepped": 9}}\n')
+    assert len([*newest_lives(tmp_path)]) == len(lives_of(tmp_path)) == 2
 
 
 def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_report_and_no_start(tmp_path):
@@ -345,10 +357,14 @@ def now(monkeypatch):
     return now
 
 
-def test_a_clock_measures_what_it_says(tmp_path, now):
+@pytest.fixture
+def clock(tmp_path, now):
     clock = Clock()
-    clock.began = now[0] + 1e6  # whenever pytest has begun
     clock.ledger = Ledger(tmp_path)
+    return clock
+
+
+def test_a_clock_measures_what_it_says(tmp_path, now, clock):
     for step, _ in enumerate(clock.timed(range(40)), 1):
         now[0] += 0.5
         clock.stepped(step)
@@ -365,20 +381,15 @@ def test_a_clock_measures_what_it_says(tmp_path, now):
 
 
 @pytest.mark.parametrize("jump", [0, -1e6, 1e6])
-def test_a_wall_clock_that_jumps_makes_no_line_a_step(tmp_path, monkeypatch, now, jump):
-    clock = Clock()
-    clock.ledger = Ledger(tmp_path)
+def test_a_wall_clock_that_jumps_makes_no_line_a_step(tmp_path, monkeypatch, now, clock, jump):
     monkeypatch.setattr(time, "time", lambda: now[0] + 1e6 + jump)
     for step in range(1000):
         now[0] += 0.1
         clock.stepped(step)
-    lines = [*read(tmp_path / "ledger.jsonl")]
-    assert 50 < len(lines) < 300, len(lines)
+    assert 50 < len([*read(tmp_path / "ledger.jsonl")]) < 300
 
 
-def test_an_old_life_has_an_entry_of_its_clock_a_minute_and_loses_no_second(tmp_path, now):
-    clock = Clock()
-    clock.ledger = Ledger(tmp_path)
+def test_an_old_life_has_an_entry_of_its_clock_a_minute_and_loses_no_second(tmp_path, now, clock):
     for step in range(7200):
         now[0] += 1
         clock.stepped(step)
@@ -395,14 +406,18 @@ def test_a_clock_needs_no_proc(monkeypatch):
     assert abs(Clock().began - time.time()) < 60
 
 
+def page_of(run):
+    """(the text, its data)."""
+    assert main([str(run), "--html=page"]) == 0
+    text = Path("page").read_text()
+    return text, json.loads(text.partition("const run = ")[2].partition("\n")[0])
+
+
 def test_the_page_of_a_run_holds_its_curves_deaths_and_lives_and_asks_for_nothing_else(tmp_path):
     write(tmp_path, *KILLED)
     rows = "".join(f'{{"step": {step}, "epoch": 1, "loss": 0.5}}\n' for step in range(9000))
     (tmp_path / "metrics.jsonl").write_text(rows)
-    page = tmp_path / "page.html"
-    assert main([str(tmp_path), f"--html={page}"]) == 0
-    text = page.read_text()
-    data = json.loads(text.partition("const run = ")[2].partition("\n")[0])
+    text, data = page_of(tmp_path)
     assert data["rows"][0]["loss"] == 0.5 and 2000 < len(data["rows"]) <= 4000
     assert [len(data[name]) for name in ("lives", "deaths", "rescues")] == [2, 1, 1]
     assert text.count("http") == 1 and "src=" not in text  # the name space of SVG
@@ -414,9 +429,7 @@ def test_the_bars_of_the_page_leave_out_the_seconds_until_the_next_command_was_t
 ):
     """They are no price of a death; a restart by the launcher is one."""
     write(tmp_path, *(event | ({"job": job} if event.get("life") == "bb" else {}) for event in KILLED))
-    page = tmp_path / "page.html"
-    main([str(tmp_path), f"--html={page}"])
-    data = json.loads(page.read_text().partition("const run = ")[2].partition("\n")[0])
+    _, data = page_of(tmp_path)
     assert data["paused_s"] == paused and data["wall_s"] == 101 - paused
     assert data["buckets"]["down"] == data["lives"][1]["buckets"]["down"] == down
     assert sum(data["buckets"].values()) == data["wall_s"] and "paused_s" not in summarize(tmp_path)
@@ -446,8 +459,8 @@ def test_lines_of_many_writers_do_not_mix(tmp_path):
         "book = Ledger(Path(sys.argv[1]))\n"
         "for k in range(200): book.event('save', step=k, ids=list(range(500)))"
     )
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=HOUSE) for _ in range(4)]
-    assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0, 0]
+    writers = [subprocess.Popen([sys.executable, "-c", program, tmp_path], cwd=HOUSE) for _ in range(4)]
+    assert not any(writer.wait(timeout=300) for writer in writers)
     lines = list(read(tmp_path / "ledger.jsonl"))
     assert Counter(line["step"] for line in lines) == dict.fromkeys(range(200), 4)
 

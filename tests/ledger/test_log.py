@@ -245,22 +245,17 @@ def test_tensorboard_curves_that_cannot_be_written_cost_one_warning(tmp_path, mo
     ids=["a word", "null", "a list", "no object", "deep"],
 )
 def test_an_odd_line_stops_no_start_and_is_gone(tmp_path, odd):
-    opts = Options(run_dir=tmp_path, progress="off", tensorboard=False)
-    with closing(Log(opts, 0, 0, 9)) as log:
-        log.step({"step": 1, "epoch": 0, "loss": 1.0})
+    life(options(tmp_path), 0, 1)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(f"{odd}\n")
-    with closing(Log(opts, 0, 1, 9)) as log:
-        log.step({"step": 2, "epoch": 0, "loss": 1.0})
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    life(options(tmp_path), 1, 2)
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_a_life_changes_the_rights_of_its_own_curves_alone(tmp_path, monkeypatch):
     changed = []
     real = Path.chmod
     monkeypatch.setattr(Path, "chmod", lambda path, mode: [changed.append(path), real(path, mode)])
-    for life in range(3):
-        with closing(Log(Options(run_dir=tmp_path, progress="off"), 0, life, 9)) as log:
-            log.step({"step": life + 1, "epoch": 0, "loss": 1.0})
+    for step in range(3):
+        life(options(tmp_path, tensorboard=True), step, step + 1)
     assert len(changed) == len({*changed}) == 3
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "tb").iterdir()} == {0o600}

@@ -7,10 +7,10 @@ from refusals import refusal
 from samples import Facts
 from torch import nn
 
+from common.extras.flags import torchvision_models
 from common.models import build_model, check_net
 from common.models.nets import MaxPool
 from common.options import MODELS, Options
-from common.options.rules import torchvision_models
 
 IMAGES = Facts("images", 10, (1, 28, 28))
 ROWS = Facts("rows", 2, (10,))

@@ -15,24 +15,18 @@ from jobs import PACED, ROOT
 from stores import two_checkpoints
 
 from common.errors import blamed
-from common.options import Options, call_user, parse_options
+from common.extras.flags import torchvision_models
+from common.extras.own_files import call_user, load_file
+from common.options import Options, parse_options
 from common.options.parser import begin_life
-from common.options.registry import DATASETS, MODELS, flags_of_dataset
-from common.options.rules import flag_of, torchvision_models
-from common.options.user import find_function, load_file, text_of
+from common.options.registry import DATASETS, MODELS, find_function, flags_of_dataset
+from common.options.rules import flag_of
+from common.options.user import text_of
 from common.place import here
 
-TORCHRUN = {
-    "WORLD_SIZE": "2",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
+TORCHRUN = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+TORCHRUN |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
 
 
 def parse(*argv, script=None):
@@ -50,69 +44,67 @@ def refused(capsys, *argv, script=None):
 
 
 @pytest.mark.parametrize(
-    "script, argv, word",
+    "argv, word",
     [
-        ("ddp", "--epochs 0", "'0' is not a whole number from 1"),
-        ("ddp", "--lr nan", "'nan' is not a number from 0"),
-        ("ddp", "--label-smoothing 1", "below 1"),
-        ("ddp", "--run-dir=", "is empty"),
-        ("ddp", "--amp bf8", "choose from"),
-        ("ddp", "--lr-schedule cosin", "did you mean cosine?"),
-        ("ddp", "--model resnet8", "did you mean resnet18?"),
-        ("ddp", "--model vit", "did you mean vit_"),
-        ("ddp", "--model gtp:tiny", "'gtp:tiny' is unknown"),
-        ("ddp", "--dataset gone.py:f", "there is no file 'gone.py'"),
-        ("ddp", "--task own.py", "there is no function\n       write path/to/file.py:function"),
-        ("ddp", "--lerning-rate 1", "unknown argument '--lerning-rate'"),
-        ("ddp", "--global_batchsize 8", "did you mean --global-batch-size?"),
-        ("ddp", "--glob 8", "--glob"),  # no abbreviations
-        ("ddp", "--batch_size=8", "did you mean --global-batch-size, "),
-        ("ddp", "--learning-rate 1", "did you mean --lr?"),
-        ("ddp", "--precision bf16", "did you mean --amp bf16?"),
-        ("ddp", "--gpus 2", "did you mean torchrun --nproc_per_node=N, "),
-        ("mp", "--nproc 2", "did you mean torchrun --nproc_per_node=N, "),
-        ("ddp", "--optimizer-args eps=len", "--optimizer-args 'eps=len': ValueError"),
-        ("ddp", "--optimizer own.py:f --optimizer-args eps=1", "let the function do it"),
-        ("ddp", "--no-decay-1d", "there is no decay"),
-        ("ddp", "--optimizer rprop --warmup-epochs 1", "it looks at lr once"),
+        ("--epochs 0", "'0' is not a whole number from 1"),
+        ("--lr nan", "'nan' is not a number from 0"),
+        ("--label-smoothing 1", "below 1"),
+        ("--run-dir=", "is empty"),
+        ("--amp bf8", "choose from"),
+        ("--lr-schedule cosin", "did you mean cosine?"),
+        ("--model resnet8", "did you mean resnet18?"),
+        ("--model vit", "did you mean vit_"),
+        ("--model gtp:tiny", "'gtp:tiny' is unknown"),
+        ("--dataset gone.py:f", "there is no file 'gone.py'"),
+        ("--task own.py", "there is no function\n       write path/to/file.py:function"),
+        ("--lerning-rate 1", "unknown argument '--lerning-rate'"),
+        ("--global_batchsize 8", "did you mean --global-batch-size?"),
+        ("--glob 8", "--glob"),  # no abbreviations
+        ("--batch_size=8", "did you mean --global-batch-size, "),
+        ("--learning-rate 1", "did you mean --lr?"),
+        ("--precision bf16", "did you mean --amp bf16?"),
+        ("--gpus 2", "did you mean torchrun --nproc_per_node=N, "),
+        ("--nproc 2", "did you mean torchrun --nproc_per_node=N, "),
+        ("--optimizer-args eps=len", "--optimizer-args 'eps=len': ValueError"),
+        ("--optimizer own.py:f --optimizer-args eps=1", "let the function do it"),
+        ("--no-decay-1d", "there is no decay"),
+        ("--optimizer rprop --warmup-epochs 1", "it looks at lr once"),
         (
-            "ddp",
             "--lr-schedule cosine --min-lr 1",
             "--lr 0.001 is not above --min-lr 1.0\n       raise --lr or",
         ),
-        ("ddp", "--lr 0", "--lr 0.0 is not above --min-lr 0.0\n       raise --lr\n"),
-        ("ddp", "--init-skip fc.", "nothing is taken over"),
-        ("ddp", "--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
-        ("ddp", "--resume nowhere", "'nowhere' is not there"),
-        ("ddp", "--resume file", "'file' is not there"),
-        ("ddp", "--init-from nowhere.pt", "'nowhere.pt' is not there"),
-        ("ddp", "--run-dir file/run", "is not a folder"),
-        ("ddp", "--run-dir open", "anybody may write into 'open'\n       chmod o-w open"),
-        ("ddp", "--devices cpu,cpu", "train_dp.py and train_mp.py"),
-        (
-            "dp",
-            "--devices cuda:0,cuda:1 --device cpu",
-            "--devices=*cuda* cannot take effect with --device=cpu",
-        ),
+        ("--lr 0", "--lr 0.0 is not above --min-lr 0.0\n       raise --lr\n"),
+        ("--init-skip fc.", "nothing is taken over"),
+        ("--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
+        ("--resume nowhere", "'nowhere' is not there"),
+        ("--resume file", "'file' is not there"),
+        ("--init-from nowhere.pt", "'nowhere.pt' is not there"),
+        ("--run-dir file/run", "is not a folder"),
+        ("--run-dir open", "anybody may write into 'open'\n       chmod o-w open"),
+        ("--devices cpu,cpu", "train_dp.py and train_mp.py"),
     ],
 )
-def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, script, argv, word):
+def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, argv, word):
     Path("file").touch()
     Path("own.py").write_text("def f(): pass\n")
     Path("open").mkdir()
     Path("open").chmod(0o777)
-    assert word in refused(capsys, *argv.split(), script=script)
+    assert word in refused(capsys, *argv.split())
+
+
+def test_a_flag_of_a_script_is_compared_with_others(capsys):
+    words = ["--devices=cuda:0,cuda:1", "--device=cpu"]
+    assert "--devices=*cuda* cannot take effect with --device=cpu" in refused(capsys, *words, script="dp")
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_a_flag_of_one_dataset_is_refused_by_every_other(capsys, monkeypatch, dataset):
     """Also one that somebody puts into the table tomorrow: no list beside the table has to know it."""
     monkeypatch.setitem(DATASETS, "blobs", ("", ("label_smoothing",)))
+    values = {"download": [], "bad_samples": ["skip"], "label_smoothing": ["0.5"]}
     for flag in {flag for _, flags in DATASETS.values() for flag in flags} - {*flags_of_dataset(dataset)}:
-        value = "skip" if flag == "bad_samples" else "0.5" if flag == "label_smoothing" else "9"
-        argv = ["--dataset", dataset, flag_of(flag)]
-        argv += [] if flag == "download" else [value]
-        assert f"{flag_of(flag)} cannot take effect with --dataset {dataset}" in refused(capsys, *argv)
+        said = refused(capsys, "--dataset", dataset, flag_of(flag), *values.get(flag, ["9"]))
+        assert f"{flag_of(flag)} cannot take effect with --dataset {dataset}" in said
 
 
 @pytest.mark.parametrize("place", [*MODELS.values(), *(place for place, _ in DATASETS.values())])
@@ -145,41 +137,12 @@ def test_both_spellings_of_a_flag_count_and_a_value_may_have_an_underscore_or_be
 
 
 # ---- identity -------------------------------------------------------------------------------------
-FREE = {
-    "run_dir",
-    "resume",
-    "epochs",
-    "max_steps",
-    "eval_only",
-    "data_dir",
-    "download",
-    "workers",
-    "device",
-    "devices",
-    "accept_data_change",
-    "threads",
-    "save_every",
-    "save_seconds",
-    "keep",
-    "eval_every",
-    "log_every",
-    "progress",
-    "tensorboard",
-    "cross_check",
-    "hang_timeout",
-    "check_every",
-    "audit",
-    "debug",
-    "show_scatter",
-    "balance",
-    "in_flight",
-    "copy_to",
-    "vocab_size",
-    "patience",
-    "best",
-    "keep_every",
-    "digest_every",
-}
+FREE = (
+    "run_dir resume epochs max_steps eval_only data_dir download workers device devices "
+    "accept_data_change threads save_every save_seconds keep eval_every log_every progress tensorboard "
+    "cross_check hang_timeout check_every audit debug show_scatter balance in_flight copy_to "
+    "vocab_size patience best keep_every digest_every"
+).split()
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Options)])
@@ -193,7 +156,7 @@ def test_a_restart_may_change_exactly_the_free_flags(name):
         value = value + 1 if isinstance(value, (int, float)) else "amsgrad=True"
     changed = replace(Options(), **{name: value}).compare(old)
     words = f"{flag_of(name)} was {old.get(name)!r}, now {value!r}"
-    assert changed == ([] if name in FREE | {"script"} else [words])
+    assert changed == ([] if name in [*FREE, "script"] else [words])
 
 
 def test_a_flag_that_contradicts_the_run_is_refused_before_torch_is_imported(capsys, tmp_path):

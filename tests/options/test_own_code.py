@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jobs import PACED, ROOT, lives, ran
 from ranks import fork_ranks
 from refusals import refusal
 from stores import a_life, new_store, options, save, tiny_net, tiny_state, two_checkpoints
@@ -20,6 +21,7 @@ from common.options.user import code_of, text_of
 from common.replay import main as replay
 from common.sealed import is_marked, marked, own_key, sealed, unsealed
 
+COMMIT = ("-c", "user.name=x", "-c", "user.email=x@example.org", "commit", "-q")
 NET = "open('ran', 'w')\nfrom parts import net\n"
 
 
@@ -100,6 +102,19 @@ def test_resuming_asks_for_no_mark_and_makes_the_run_ones_own(experiment):
     with a_life(experiment) as life:
         assert life.state.progress.step == 2
     assert is_marked(read_run(experiment.run_dir))
+
+
+def test_a_life_tells_the_commit_of_its_scripts_folder_or_none(jobs, tmp_path):
+    """To resume with the version that wrote a run, one has to know it."""
+    script = tmp_path / "train_ddp.py"
+    script.write_text((ROOT / "train_ddp.py").read_text())
+    words = [script, *PACED, "--max-steps=1", f"--run-dir={tmp_path}/run"]
+    jobs.python(*words, PYTHONPATH=str(ROOT)).ends_with(0)
+    ran("git", "init", "-q", tmp_path)
+    ran("git", "-C", tmp_path, *COMMIT, "--allow-empty", "-m", "first")
+    head = ran("git", "-C", tmp_path, "rev-parse", "HEAD").stdout.strip()
+    jobs.python(*words[:-2], "--max-steps=2", words[-1], PYTHONPATH=str(ROOT)).ends_with(0)
+    assert [life["commit"] for life in lives(tmp_path / "run")] == ["", head]
 
 
 # ---- the same code ----------------------------------------------------------------------------------

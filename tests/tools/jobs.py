@@ -283,23 +283,21 @@ def _stat(pid):
 
 # ---- what a run says of itself --------------------------------------------------------------------
 def events(run, name=None):
-    path = Path(run) / "ledger.jsonl"
-    try:
-        there = path.stat()
-        found = _events(path, there.st_ino, there.st_size, there.st_mtime_ns)
-    except FileNotFoundError:
-        return []
+    paths = sorted(Path(run).glob("ledger*.jsonl"))  # of each machine one
+    files = [(path, path.stat()) for path in paths]
+    found = _events(*((path, there.st_ino, there.st_size, there.st_mtime_ns) for path, there in files))
     return [e for e in found if name in (None, e.get("event"))]
 
 
 @functools.lru_cache(1)
-def _events(path, *_):
-    """Read once as long as the file does not change: who waits asks 200 times a second."""
+def _events(*files):
+    """Read once as long as no file changes: who waits asks 200 times a second."""
     found = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+    for path, *_ in files:
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found if len(files) < 2 else sorted(found, key=lambda event: event["t"])
 
 
 def lives(run):

@@ -293,6 +293,7 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
         ("--optimizer=own.py:faster", "its lr=0.5 cannot take effect, --lr is 0.001"),
         ("--optimizer=own.py:nothing", "return a torch.optim.Optimizer"),
         ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),
+        ("--optimizer-args=lr=1", "lr is a flag, too"),
         ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),
         ("--optimizer=muon", "Muon only supports 2D"),
     ],

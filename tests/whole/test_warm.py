@@ -75,7 +75,7 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, run):
 BESIDE = """
 import os, pathlib, time
 from common.checkpoint import Writer
-from common.models.nets import build_mlp
+from common.extras.nets import build_mlp
 BEGUN = pathlib.Path(__file__).with_name("begun")
 def commit(self, sources, facts):
     deadline = time.monotonic() + 30

@@ -1,0 +1,121 @@
+"""A user's own data: what `--dataset path/to/file.py:function` returns, or Elastic was given."""
+
+import operator
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from common.data import WORDS, Samples, as_input, data_of, leaves, map_tensors, whole_targets
+from common.errors import UserError, blamed, one_line, warn
+from common.extras.own_files import call_user
+from common.sampler import seeded
+
+WANTED = (
+    "wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
+    "an iterable has no place at which a restart can resume"
+)
+
+
+def own_data(opts, sets):
+    """Make the Data of these sets, (train, test); without them of what the function of --dataset returns."""
+    with blamed(f"dataset {opts.dataset}", WANTED):
+        return data_of(opts, *sets) if sets else returned_data(opts)
+
+
+def returned_data(opts):
+    """Take what a user's function returns: tensors, or Datasets that may have `classes` and `vocab`."""
+    with seeded("dataset"):  # what it draws without a seed is the same on every rank, at every start
+        returned = call_user(opts.dataset, opts)
+    if len(returned) == 4:
+        x, y, x_test, y_test = returned
+        vocab = end_of(x, x_test) if x.dtype in WORDS else None
+        classes = None if y.is_floating_point() else end_of(y, y_test)
+        return data_of(opts, (x, y), (x_test, y_test), classes, vocab)
+    train, test = returned
+    classes = count_of(inherited(train, "classes"))
+    vocab = count_of(inherited(train, "vocab"))
+    return data_of(opts, train, test, classes, vocab, getattr(train, "fingerprint", ""))
+
+
+def end_of(*numbers):
+    """Return the number that all of these are below."""
+    return int(torch.cat(numbers).max()) + 1
+
+
+def count_of(names):
+    """Count these names; a number is a count already."""
+    if hasattr(names, "__len__"):
+        return len(names)
+    return None if names is None else operator.index(names)
+
+
+def inherited(dataset, name):
+    """Return an attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
+    value = getattr(dataset, name, None)
+    if value is None and hasattr(dataset, "dataset"):
+        return inherited(dataset.dataset, name)
+    return value
+
+
+class DatasetSamples(Samples):
+    """A map-style Dataset; (seed, epoch, id) seeds torch, Python and numpy before each sample.
+
+    Samples become a batch in its own `collate(samples)`, or in torch's default_collate. A Dataset augments
+    by itself. With --bad-samples skip a batch lacks the samples that cannot be read; without any it is None.
+    """
+
+    one_by_one = True
+
+    def __init__(self, dataset, opts, classes):
+        super().__init__(len(dataset), opts, classes)
+        self.dataset = dataset
+        self.set_epoch = inherited(dataset, "set_epoch")
+        self.skip = opts.bad_samples == "skip"
+        self.collate = inherited(dataset, "collate") or inherited(dataset, "collate_fn") or default_collate
+
+    def fetch(self, ids, epoch=0, augment=False):
+        samples = self._samples(ids, epoch)
+        if not samples:
+            return None
+        which = f"{self.name}: samples {list(ids[:3])}"
+        count = 0 if self.skip else len(ids)
+        way_out = "samples of one shape, or a method collate(samples) of the dataset, may pad them"
+        with blamed(f"{which} are no batch", way_out), seeded(self.seed, epoch, "collate", ids[0]):
+            batch = self.collate(samples)  # it may mask words at random
+            if batch is None and not self.skip:  # it would count as nothing to train on
+                raise ValueError("collate returned None")
+            match batch:
+                case [x, Tensor() as y] if self.classify:
+                    batch = map_tensors(as_input, x), whole_targets(y, count, self.classes, which)
+                case {"labels": Tensor() as y} if self.classify:
+                    whole_targets(y, count, self.classes, which)
+        return batch
+
+    def _samples(self, ids, epoch):
+        """Read these samples; with --bad-samples skip without those that cannot be read."""
+        way_out = "mend it, or in another run (--run-dir NEW) use --bad-samples skip"
+        samples = []
+        for id in ids:
+            try:
+                with blamed(f"{self.name}: sample {id}", way_out), seeded(self.seed, epoch, id):
+                    samples.append(self.dataset[id])
+            except UserError as error:
+                if not self.skip:
+                    raise
+                warn(f"left out: {one_line(error)}", of_this_rank=True)
+                if self.note:
+                    self.note("bad_sample", id=id, epoch=epoch, why=one_line(error))
+        return samples
+
+    def contents(self):
+        """Yield the sizes of numbers in three samples; of one that changes when it is read again nothing."""
+        for id in (0, len(self) // 2, len(self) - 1):
+            first, again = self._sizes(id), self._sizes(id)
+            if first == again:
+                yield first
+
+    def _sizes(self, id):
+        """Return mean absolute values, in few digits: the CPU may decide the last bits."""
+        sizes = [f"{tensor.double().abs().mean():.3e}" for tensor in leaves(self.fetch([id]))]
+        return " ".join(sizes).encode()

@@ -1,0 +1,77 @@
+"""Functions in files of a user's own; and whose files may be run at all."""
+
+import functools
+import inspect
+import os
+import sys
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.errors import UserError, blamed
+from common.options import files_of, find_function, flag_of, read_run, text_of
+from common.sealed import is_marked
+
+
+def call_user(place: str, *arguments: object, first: bool = False) -> Any:
+    """Call a user's function with the last of `arguments`, as many as it requires; with `first`, the first.
+
+    Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
+    """
+    function = find_function(place)
+    with blamed(place):
+        required = [
+            p
+            for p in inspect.signature(function).parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        count = min(len(required), len(arguments))
+        return function(*(arguments[:count] if first else arguments[len(arguments) - count :]))
+
+
+@functools.cache
+def load_file(path: Path) -> ModuleType:
+    """Import the module in a file, once in this process; it can import files of its own folder."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: it must not hide common or the standard library
+    name = f"user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path)
+    # its source: a cached .pyc may be that of a text of the same second and size
+    try:
+        exec(compile(text_of(path), path, "exec"), vars(module))
+    finally:  # an import that fails may be one of them
+        refuse_other_neighbours(path)
+    return module
+
+
+def refuse_other_neighbours(path):
+    """Refuse a file if a module that it imports lies beside it, and another was taken for it."""
+    for own, importer in files_of(path).items():
+        name = own.parent.name if own.stem == "__init__" else own.stem
+        taken = getattr(sys.modules.get(name), "__file__", None)
+        beside = own == path.parent / f"{name}.py" or own == path.parent / name / "__init__.py"
+        if own != path and beside and taken and own.resolve() != Path(taken).resolve():
+            raise UserError(
+                f"{importer} imports {name}, for which {taken} was taken\n"
+                f"to have the one beside it, rename it, or use a Python that has imported no other {name}"
+            )
+
+
+def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:
+    """Refuse these flags of a run if they name a file, unless this user has begun the run with it.
+
+    Even then one in its folder, or of another user than us and root, may be a stranger's.
+    """
+    is_ours = is_marked(read_run(run_dir))
+    for name, value in flags.items():
+        path = Path(str(value).rpartition(":")[0]).resolve()
+        inside = path.is_relative_to(Path(run_dir).resolve())
+        is_own = is_ours and not inside and path.is_file() and path.stat().st_uid in (0, os.getuid())
+        if path.is_file() and not is_own:
+            raise UserError(
+                f"{run_dir} would run {value}: a file in that folder, of another user, or of a run that you "
+                "have not begun\n"
+                f"read it; if you trust it, name it yourself: {flag_of(name)} {value}"
+            )
