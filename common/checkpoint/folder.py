@@ -2,6 +2,7 @@
 
 From the path of a run to its checkpoints, newest first:
     RUN/checkpoints/step-00001200/      model.safetensors optimizer.safetensors state.json manifest.json
+                                        frozen.safetensors: weights that do not train, if there are any
                     step-00001200.1/    later facts of the same step
                     damaged-step-N/     not trusted, and kept until a newer one is saved
                     .life-LIFE/         what a life has not finished yet (writer.py)
@@ -14,6 +15,7 @@ from pathlib import Path
 from common.checkpoint.disk import patient
 
 FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}  # {kind of tensors: its file}
+FROZEN = "frozen.safetensors"  # of weights that do not train; a link to that of the checkpoint before
 STATE = "state.json"
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")
@@ -64,5 +66,5 @@ def free_number(root, step):
 
 
 def kind_of(path):
-    """Whether a file of tensors is of the "model" or of the "optimizer"."""
+    """Whether a file of tensors is of the "model", of the "optimizer", or "frozen"."""
     return Path(path).stem

@@ -4,6 +4,7 @@ From {"model": {name: tensor}, "optimizer": ...} to the tables that a checkpoint
 buffers into which its files are read.
 """
 
+from collections.abc import Collection
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import kind_of
+from common.checkpoint.folder import FILES, FROZEN, kind_of
 from common.checkpoint.tensors import DTYPES, flat_bytes, specs_of
 from common.device import is_gpu
 from common.errors import UserError
@@ -21,40 +22,56 @@ Named = dict[str, dict[str, Tensor]]  # {kind: {name: tensor}}
 
 
 class Layout:
-    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors."""
+    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors.
 
-    def __init__(self, tensors: Named):
+    The `frozen` ones have a file of their own. One that moves all the same is as well saved there.
+    """
+
+    def __init__(self, tensors: Named, frozen: Collection[str] = ()):
         self.tensors = tensors["model"]
+        self.frozen = frozen
         self.specs = specs_of(self.tensors)
         self.remembered: dict[str, Tensor] = {}  # of the checkpoint that was read last
 
     def checked(self, tensors: Named) -> Named:
-        """The same tensors; UserError if the net's are not those of the start."""
+        """The same tensors, file by file; UserError if the net's are not those of the start."""
         specs = specs_of(tensors["model"])
         for name in specs | self.specs:
             if specs.get(name) != self.specs.get(name):
                 raise UserError(f"{name} came, went or changed after the start\nmake it when the net is made")
-        return tensors
+        if not self.frozen:
+            return tensors
+        net = tensors["model"]
+        return tensors | {
+            "model": {name: tensor for name, tensor in net.items() if name not in self.frozen},
+            "frozen": {name: net[name] for name in self.frozen},
+        }
 
     def check(self, files: dict) -> None:
-        """Damaged unless the files hold this run's tensors."""
-        for path, table in files.items():
-            is_model = kind_of(path) == "model"
-            for name in table | (self.specs if is_model else {}):
-                spec = table[name][:2] if name in table else None
-                is_known = name.startswith("/") or name.rpartition("/")[0] in self.specs
-                if spec != self.specs.get(name) if is_model else not is_known:
-                    raise Damaged(f"{path}: {name[:80]} is {spec}, this run has {self.specs.get(name)}")
+        """Damaged unless the files hold this run's tensors, whichever of them were frozen then."""
+        net = net_of(files)
+        for name in net | self.specs:
+            spec = net[name][:2] if name in net else None
+            if spec != self.specs.get(name):
+                raise Damaged(f"{name[:80]} is {spec}, this run has {self.specs.get(name)}")
+        for name in files[FILES["optimizer"]]:
+            if not name.startswith("/") and name.rpartition("/")[0] not in self.specs:
+                raise Damaged(f"{name[:80]} is remembered, this run has no such weight")
 
     def buffers(self, path: str, table: dict) -> dict:
         """{name: a context with the buffer of that tensor}."""
         tensors = self.tensors
-        if kind_of(path) != "model":
+        if kind_of(path) == "optimizer":
             tensors = {
                 name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape, _) in table.items()
             }
             self.remembered = tensors
-        return {name: partial(_buffer, tensor.detach()) for name, tensor in tensors.items()}
+        return {name: partial(_buffer, tensors[name].detach()) for name in table}
+
+
+def net_of(files):
+    """The table of all tensors of the net, in whichever file they lie."""
+    return files[FILES["model"]] | files.get(FROZEN, {})
 
 
 @contextmanager

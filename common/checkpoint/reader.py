@@ -23,12 +23,12 @@ from torch import Tensor
 
 import common.checkpoint.tensors as tensors
 from common.checkpoint.disk import Damaged, as_written, opened, parse_json, patient, read_small, unseal
-from common.checkpoint.folder import FILES, MANIFEST, STATE, checkpoints, kind_of
+from common.checkpoint.folder import FILES, FROZEN, MANIFEST, STATE, checkpoints, kind_of
 from common.checkpoint.layout import Layout
 from common.errors import UserError
 from common.sealed import sha, to_json
 
-FORMAT = 7
+FORMATS = (7, 8)  # 8: with FROZEN, so that code which does not know that file does not call it damaged
 FACTS: dict[str, type | tuple[type, ...]] = {  # a start reads them all
     "step": int,
     "epoch": int,
@@ -54,9 +54,10 @@ def read_manifest(folder):
         data = read_small(folder / MANIFEST)
     is_older = data.startswith(b"{\n")  # up to format 6 each value had a line
     manifest = (parse_json if is_older else unseal)(data, MANIFEST)
-    if is_older or manifest.get("format") != FORMAT:
+    found = manifest.get("format")
+    if is_older or found not in FORMATS:
         raise UserError(
-            f"{folder} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}\n"
+            f"{folder} has format {str(found)[:20]}, this code reads {FORMATS[0]} and {FORMATS[1]}\n"
             "resume it with the version that wrote it, which --export brings over here\n"
             "(--init-from FILE), or give another --run-dir"
         )
@@ -66,7 +67,7 @@ def read_manifest(folder):
 
 
 def _check_tables(files, run, state, **_):
-    if files.keys() != {*FILES.values()}:
+    if {*files} - {FROZEN} != {*FILES.values()}:
         raise Damaged(f"{MANIFEST} lists {str([*files])[:80]}")
     for table in files.values():
         for name, (dtype, shape, digest) in table.items():
@@ -142,9 +143,9 @@ class Reader:
 
 # ---- checkpoints of a run ------------------------------------------------------------------------------
 def digest_of(files):
-    """One SHA-256 over all tensors, their names, types and shapes, however many files they lie in."""
+    """One SHA-256 over all tensors, their names, types and shapes, whether or not they are frozen."""
     rows = sorted(
-        (path, name, dtype, shape, digest)
+        (path.replace(FROZEN, FILES["model"]), name, dtype, shape, digest)
         for path, table in files.items()
         for name, (dtype, shape, digest) in table.items()
     )
@@ -210,7 +211,8 @@ def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
     """
     step, folder, _ = choose(path, which)
     manifest, facts = read_facts(step, folder)
-    found = {kind_of(file): load_file(folder / file) for file in manifest["files"]}
+    found = {"frozen": {}} | {kind_of(file): load_file(folder / file) for file in manifest["files"]}
+    net = found["model"] | found["frozen"]
     averages = {name.removesuffix(EMA): t for name, t in found["optimizer"].items() if name.endswith(EMA)}
-    weights = {name: t for name, t in (found["model"] | averages).items() if name not in facts["tied"]}
+    weights = {name: t for name, t in (net | averages).items() if name not in facts["tied"]}
     return weights, facts

@@ -95,6 +95,18 @@ def spread(act, count, items):
     return list(map(act, items))
 
 
+def table_of(tensors, moved=lambda: None):
+    """The table of a file that would hold these tensors."""
+
+    def hashed(name):
+        digest = hashlib.sha256(flat_bytes(tensors[name]).cpu().numpy())
+        moved()
+        return [*specs[name], digest.hexdigest()]
+
+    specs = specs_of(tensors)
+    return dict(zip(specs, spread(hashed, threads() + 1, list(specs)), strict=True))
+
+
 def write_file(path, tensors, moved=lambda: None):
     """Writes and syncs a new file, out of the tensors' own memory; returns its table.
 

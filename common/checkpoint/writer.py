@@ -4,6 +4,7 @@ From tensors and facts to a folder with a name that counts. A crash (C) between 
 checkpoint before, or both, never neither:
     C  step-N.ID/ is made in this life's staging folder       swept by the next life
     C  model and optimizer written and synced                 swept
+    C  frozen written and synced, or linked: it was synced    swept; the checkpoint before keeps its own name
     C  state.json, manifest.json, last, and the folder synced swept: complete, but not under its name
     C  both read back, as the next start will read them       swept
     C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
@@ -37,6 +38,7 @@ from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
 from common.checkpoint.folder import (
     ASIDE,
     FILES,
+    FROZEN,
     MANIFEST,
     STATE,
     committed,
@@ -45,7 +47,7 @@ from common.checkpoint.folder import (
     numbers_of,
 )
 from common.checkpoint.layout import Layout, Named
-from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
+from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, read_manifest
 from common.sealed import sealed, sha, to_json
 
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -86,6 +88,7 @@ class Writer:
         self.layout = layout
         self.origin: dict = {}  # in each checkpoint's facts: of the run, not of a step
         self.moved = 0  # chunks written so far: others see that a rescue makes progress
+        self.may_link = True  # False: the disk has shown damage, the next checkpoint has files of its own
 
     # ---- what is there ---------------------------------------------------------------------------------
     def foreign(self, every: int) -> Path | None:
@@ -140,12 +143,27 @@ class Writer:
                 name: tensors.write_file(aside / name, sources[kind], self._move)
                 for kind, name in FILES.items()
             }
+            if "frozen" in sources:
+                files[FROZEN] = self._put_frozen(aside / FROZEN, sources["frozen"])
             self._describe(aside, files, facts)
             return self._name(aside, step)
         except Exception:
             delete(aside)
             self.check_staging(step)
             raise
+
+    def _put_frozen(self, path, frozen):
+        """A name for the file of the checkpoint before, if it holds these very bytes; else a new file.
+
+        Returns its table. What holds still is not known, it is compared: a loop may change any weight.
+        """
+        for _, folder in committed(self.root)[: self.may_link]:
+            with suppress(Damaged, OSError):  # this file system has no links, say
+                table = read_manifest(folder)["files"].get(FROZEN)
+                if table and table == tensors.table_of(frozen, self._move):
+                    os.link(folder / FROZEN, path)
+                    return table
+        return tensors.write_file(path, frozen, self._move)
 
     def check_staging(self, step: int) -> None:
         """Fenced if the folder is gone. A look may see an old copy of the name; making it asks the server."""
@@ -186,7 +204,7 @@ class Writer:
         """Adds facts and manifest to a folder of this process alone, syncs it, and reads both back."""
         state = facts_to_json(facts | {"origin": self.origin})
         manifest = {
-            "format": FORMAT,
+            "format": FORMATS[FROZEN in files],
             "run": self.run,
             "step": facts["step"],
             "digest": digest_of(files),
@@ -218,7 +236,9 @@ class Writer:
                 tensors.read_file(folder / path, table, moved=self._move)
         except Damaged:
             self.put_aside(folder)
+            self.may_link = False
             raise
+        self.may_link = True
 
     # ---- a small file ----------------------------------------------------------------------------------
     def put_sealed(self, path: Path, value: dict) -> None:

@@ -33,7 +33,8 @@ class Loaded(NamedTuple):
 
 def lay_out(state, world):
     """(this rank's layout, whether its tensors are those of rank 0); call on every rank."""
-    layout = Layout(state.tensors())
+    named = state.net.named_parameters(remove_duplicate=False)
+    layout = Layout(state.tensors(), [name for name, p in named if not p.requires_grad])
     return layout, layout.specs == gather(world, None if world.rank else layout.specs)[0]
 
 

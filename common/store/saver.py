@@ -58,7 +58,7 @@ class Saver:
     def _allocate(self):
         if self.prunes:
             self.prune(self.saved["step"])
-        self._make_images(self.state.tensors())
+        self._make_images(self.writer.layout.checked(self.state.tensors()))
 
     def _make_images(self, named):
         """Anew, if more is remembered than before."""
@@ -147,8 +147,9 @@ class Saver:
     # ---- a checkpoint -----------------------------------------------------------------------------
     def write(self, tensors, facts):
         """The folder of the new checkpoint, None if other ranks' parts of it are still missing; or raises."""
+        net = tensors["model"] | tensors.get("frozen", {})
         for name in self.state.names.values():
-            if name in tensors["model"] and not_finite(tensors["model"][name]):
+            if name in net and not_finite(net[name]):
                 raise self.state.diverged(f"step {facts['step']}: {name} is no longer finite")
         return self.writer.commit(tensors, facts)
 

@@ -84,6 +84,7 @@ class CheckpointStore:
         for folder in loaded.skipped:
             say(f"checkpoints/{folder.name}: put aside, the run goes on after step {state.progress.step}")
             self.writer.put_aside(folder)
+        self.writer.may_link = not loaded.skipped
         if self.owns:
             self._tell_what_is_lost()
         if loaded.here:

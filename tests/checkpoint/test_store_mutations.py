@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from test_store_frozen import by_data
 
 import common
 
@@ -26,6 +27,7 @@ MODULES = ["sealed", "world", "world.world", "checkpoint", "store", "rescue"] + 
 ]
 CRASH = "crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole"
 BITS = "damage", "every_single_bit_of_every_file_falls_back_when_it_flips", 4
+FROZEN = "frozen", "a_weight_that_moves_though_it_does_not_train_is_written", by_data
 FSYNC = "faults", "a_failed_fsync_is_never_retried_on_the_same_file"
 RETRIED = "faults", "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"
 READS = "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted"
@@ -62,6 +64,18 @@ MUTANTS = {
         "os.fsync(fd)",
         "with suppress(OSError):\n    os.fsync(fd)",
         (*FSYNC, 1),
+    ),
+    "a weight that moved is linked": (
+        "checkpoint.writer:Writer._put_frozen",
+        "table == tensors.table_of(frozen, self._move)",
+        "True",
+        FROZEN,
+    ),
+    "what has shown damage is linked": (
+        "checkpoint.writer:Writer.read_back",
+        "self.may_link = False",
+        "pass",
+        ("frozen", "damage_of_the_one_file_is_found_by_the_next_save_and_made_good_by_the_one_after_it"),
     ),
     # what is believed
     "the hash is not compared": (

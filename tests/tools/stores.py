@@ -49,6 +49,20 @@ def tiny_net():
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
+class Adapted(nn.Module):
+    """A tiny net of which some weights, one under two names, do not train; their values tell no step."""
+
+    def __init__(self, frozen=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.still = nn.Linear(3, 2)
+        self.still_too = nn.Linear(3, 2, bias=False)
+        self.still_too.weight = self.still.weight
+        self.still.requires_grad_(not frozen)
+        self.adapter = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+
 def tiny_state(opts, net=None, samples=None):
     net = net or tiny_net()
     state = state_of(net, opts, samples or 10 * opts.global_batch_size)
@@ -66,15 +80,15 @@ def at_step(state, step):
     with state.lock:
         for part in state.tensors().values():
             for name in part:
-                part[name].copy_(expected(part[name], step))
+                part[name].copy_(expected(part[name], step, name))
         state.progress.step = step
         state.progress.epoch = step // 10
         state.progress.position = step % 10
     return state
 
 
-def expected(tensor, step):
-    values = torch.arange(tensor.numel()).reshape(tensor.shape) + step
+def expected(tensor, step, name=""):
+    values = torch.arange(tensor.numel()).reshape(tensor.shape) + (0 if name.startswith("still") else step)
     return values % 2 if tensor.dtype == torch.bool else values.to(tensor.dtype)
 
 
@@ -85,15 +99,17 @@ def is_at(state, step):
         step // 10,
         step % 10,
     ) and all(
-        torch.equal(tensor, expected(tensor, step))
+        torch.equal(tensor, expected(tensor, step, name))
         for part in state.tensors().values()
-        for tensor in part.values()
+        for name, tensor in part.items()
     )
 
 
 def images_are_at(images, step):
     return all(
-        torch.equal(view, expected(view, step)) for image in images.values() for view in image.views.values()
+        torch.equal(view, expected(view, step, name))
+        for image in images.values()
+        for name, view in image.views.items()
     )
 
 
