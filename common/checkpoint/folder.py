@@ -14,7 +14,8 @@ from pathlib import Path
 
 from common.checkpoint.disk import patient
 
-FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}  # {kind of tensors: its file}
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 FROZEN = "frozen.safetensors"  # of weights that do not train; a link to that of the checkpoint before
 STATE = "state.json"
 MANIFEST = "manifest.json"
@@ -63,8 +64,3 @@ def free_number(root, step):
     """The k of a name for a checkpoint of this step that none has or had."""
     rows = [numbers_of(name.removeprefix(ASIDE)) for name in os.listdir(root)]
     return 1 + max((row[1] for row in rows if row and row[0] == step), default=-1)
-
-
-def kind_of(path):
-    """Whether a file of tensors is of the "model", of the "optimizer", or "frozen"."""
-    return Path(path).stem

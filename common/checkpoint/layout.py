@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import FILES, FROZEN, kind_of
+from common.checkpoint.folder import FROZEN, MODEL, OPTIMIZER
 from common.checkpoint.tensors import DTYPES, flat_bytes, specs_of
 from common.device import is_gpu
 from common.errors import UserError
@@ -34,44 +34,40 @@ class Layout:
         self.remembered: dict[str, Tensor] = {}  # of the checkpoint that was read last
 
     def checked(self, tensors: Named) -> Named:
-        """The same tensors, file by file; UserError if the net's are not those of the start."""
-        specs = specs_of(tensors["model"])
-        for name in specs | self.specs:
-            if specs.get(name) != self.specs.get(name):
-                raise UserError(f"{name} came, went or changed after the start\nmake it when the net is made")
+        """The same tensors by file; UserError if the net's are not those of the start."""
+        net = tensors["model"]
+        specs = specs_of(net)
+        name = differs(specs, self.specs)
+        if name:
+            raise UserError(f"{name} came, went or changed after the start\nmake it when the net is made")
         if not self.frozen:
             return tensors
-        net = tensors["model"]
-        return tensors | {
-            "model": {name: tensor for name, tensor in net.items() if name not in self.frozen},
-            "frozen": {name: net[name] for name in self.frozen},
-        }
+        trained = {name: tensor for name, tensor in net.items() if name not in self.frozen}
+        return tensors | {"model": trained, "frozen": {name: net[name] for name in self.frozen}}
 
     def check(self, files: dict) -> None:
         """Damaged unless the files hold this run's tensors, whichever of them were frozen then."""
-        net = net_of(files)
-        for name in net | self.specs:
-            spec = net[name][:2] if name in net else None
-            if spec != self.specs.get(name):
-                raise Damaged(f"{name[:80]} is {spec}, this run has {self.specs.get(name)}")
-        for name in files[FILES["optimizer"]]:
+        net = files[MODEL] | files.get(FROZEN, {})
+        specs = {name: row[:2] for name, row in net.items()}
+        name = differs(specs, self.specs)
+        if name:
+            raise Damaged(f"{name[:80]} is {specs.get(name)}, this run has {self.specs.get(name)}")
+        for name in files[OPTIMIZER]:
             if not name.startswith("/") and name.rpartition("/")[0] not in self.specs:
-                raise Damaged(f"{name[:80]} is remembered, this run has no such weight")
+                raise Damaged(f"{OPTIMIZER} has {name[:80]}, this run has no such weight")
 
     def buffers(self, path: str, table: dict) -> dict:
         """{name: a context with the buffer of that tensor}."""
         tensors = self.tensors
-        if kind_of(path) == "optimizer":
-            tensors = {
-                name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape, _) in table.items()
-            }
+        if path == OPTIMIZER:
+            tensors = {name: torch.empty(row[1], dtype=DTYPES[row[0]]) for name, row in table.items()}
             self.remembered = tensors
         return {name: partial(_buffer, tensors[name].detach()) for name in table}
 
 
-def net_of(files):
-    """The table of all tensors of the net, in whichever file they lie."""
-    return files[FILES["model"]] | files.get(FROZEN, {})
+def differs(specs, others):
+    """The first name of tensors that only one of two nets has, or has in this shape and type; or None."""
+    return next((name for name in specs | others if specs.get(name) != others.get(name)), None)
 
 
 @contextmanager

@@ -24,20 +24,10 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import (
-    Damaged,
-    delete,
-    forget,
-    put,
-    read_sealed,
-    refuse_long,
-    sync_folder,
-    sync_lines,
-)
+from common.checkpoint.disk import Damaged, delete, forget, put, sync_folder, sync_lines
 from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
 from common.checkpoint.folder import (
     ASIDE,
-    FILES,
     FROZEN,
     MANIFEST,
     STATE,
@@ -47,7 +37,7 @@ from common.checkpoint.folder import (
     numbers_of,
 )
 from common.checkpoint.layout import Layout, Named
-from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, read_manifest
+from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, read_manifest, verify
 from common.sealed import sealed, sha, to_json
 
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -56,17 +46,6 @@ THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 def facts_to_json(facts):
     """state.json's bytes; NaN and infinity, which JSON does not have, become null."""
     return to_json(json.loads(json.dumps(facts), parse_constant=lambda name: None))
-
-
-def _rename(source, target):
-    """False if another one has the name already."""
-    try:
-        os.rename(source, target)
-    except OSError as error:
-        if error.errno not in THERE:
-            raise
-        return False
-    return True
 
 
 def _how_far(facts):
@@ -104,27 +83,26 @@ class Writer:
                     return folder
         return None
 
-    def known_origin(self) -> dict:
-        """That of the newest checkpoint of this run that can be read: options.json may be damaged."""
+    def _readable(self):
+        """The facts of this run's checkpoints, newest first."""
         for step, folder in committed(self.root):
             with suppress(Damaged, OSError):
                 manifest, facts = read_facts(step, folder)
                 if manifest["run"] == self.run:
-                    return facts["origin"]
-        return {}
+                    yield facts
+
+    def known_origin(self) -> dict:
+        """That of the newest checkpoint: options.json may be damaged."""
+        return next(self._readable(), {"origin": {}})["origin"]
 
     def holds(self, facts: dict) -> bool:
-        """Whether the newest checkpoint that can be read has this state or a later one."""
-        for step, folder in committed(self.root):
-            if step < facts["step"]:
-                break
-            with suppress(Damaged, OSError):
-                return _how_far(read_facts(step, folder)[1]) >= _how_far(facts)
-        return False
+        """Whether the newest checkpoint has this state or a later one."""
+        newest = next(self._readable(), None)
+        return newest is not None and _how_far(newest) >= _how_far(facts)
 
     # ---- a checkpoint ----------------------------------------------------------------------------------
     def commit(self, sources: Named, facts: dict) -> Path:
-        """The folder of the new checkpoint; None if other ranks' parts of it are still missing.
+        """The folder of the new checkpoint.
 
         Raises what has failed twice, as OSError of the disk; Fenced if another life has taken over. After a
         failed write or fsync everything is written again, once, to other files.
@@ -139,12 +117,11 @@ class Writer:
         aside = self._aside(step)
         try:
             os.mkdir(aside, 0o700)
-            files = {
-                name: tensors.write_file(aside / name, sources[kind], self._move)
-                for kind, name in FILES.items()
-            }
-            if "frozen" in sources:
-                files[FROZEN] = self._put_frozen(aside / FROZEN, sources["frozen"])
+            files = {}
+            for kind, own in sources.items():
+                path = aside / f"{kind}.safetensors"
+                table = self._linked(path, own) if kind == "frozen" else None
+                files[path.name] = table or tensors.write_file(path, own, self._move)
             self._describe(aside, files, facts)
             return self._name(aside, step)
         except Exception:
@@ -152,10 +129,10 @@ class Writer:
             self.check_staging(step)
             raise
 
-    def _put_frozen(self, path, frozen):
-        """A name for the file of the checkpoint before, if it holds these very bytes; else a new file.
+    def _linked(self, path, frozen):
+        """Makes a link to the newest checkpoint's file if it holds these very bytes; returns its table.
 
-        Returns its table. What holds still is not known, it is compared: a loop may change any weight.
+        What stands still is compared, not known: a loop may change any weight.
         """
         for _, folder in committed(self.root)[: self.may_link]:
             with suppress(Damaged, OSError):  # this file system has no links, say
@@ -163,7 +140,7 @@ class Writer:
                 if table and table == tensors.table_of(frozen, self._move):
                     os.link(folder / FROZEN, path)
                     return table
-        return tensors.write_file(path, frozen, self._move)
+        return None
 
     def check_staging(self, step: int) -> None:
         """Fenced if the folder is gone. A look may see an old copy of the name; making it asks the server."""
@@ -194,7 +171,7 @@ class Writer:
         return rescuing(self.staging / RESCUE, lambda: self.moved, needless, state)
 
     def _aside(self, step):
-        """A new folder name. A pid is not enough: ranks in two containers may have the same."""
+        """A new folder's name. A pid is not enough: ranks in two containers may have the same."""
         return self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"
 
     def _move(self):
@@ -211,49 +188,40 @@ class Writer:
             "state": sha(state),
             "files": files,
         }
-        self._put(folder / STATE, state)
-        self._put(folder / MANIFEST, sealed(manifest))
+        put(folder / STATE, state)
+        put(folder / MANIFEST, sealed(manifest))
         sync_folder(folder)
         read_facts(facts["step"], folder)
 
     def _name(self, folder, step):
         sync_lines(self.root.parent, self.fence.life)
         k = free_number(self.root, step)
-        while not _rename(folder, self.root / folder_name(step, k)):
-            k += 1
+        while True:
+            target = self.root / folder_name(step, k)
+            try:
+                os.rename(folder, target)
+                break
+            except OSError as error:
+                if error.errno not in THERE:  # another rank has this name already
+                    raise
+                k += 1
         sync_folder(self.root)
-        return self.root / folder_name(step, k)
+        return target
 
     def read_back(self, folder: Path) -> None:
         """Reads each byte of a new checkpoint from the disk; Damaged, and it is put aside, if one is wrong.
 
         Call it before older ones are deleted: what a disk has taken it need not give back.
         """
+        for path in folder.iterdir():
+            forget(path)
         try:
-            manifest, _ = read_facts(numbers_of(folder.name)[0], folder)
-            for path, table in manifest["files"].items():
-                forget(folder / path)
-                tensors.read_file(folder / path, table, moved=self._move)
+            verify(numbers_of(folder.name)[0], folder, moved=self._move)
         except Damaged:
             self.put_aside(folder)
             self.may_link = False
             raise
         self.may_link = True
-
-    # ---- a small file ----------------------------------------------------------------------------------
-    def put_sealed(self, path: Path, value: dict) -> None:
-        """A file with this object and a seal, whole or not at all; it is on the disk then."""
-        self._put(path, sealed(value))
-        sync_folder(path.parent)
-
-    def read_sealed(self, path: Path) -> dict:
-        """The object in such a file; Damaged if its seal is not right."""
-        return read_sealed(path)
-
-    def _put(self, path, data):
-        """Damaged if no start would read it. Two ranks may do it at once."""
-        refuse_long(path, len(data))
-        put(path, data)
 
     # ---- what goes -------------------------------------------------------------------------------------
     def put_aside(self, folder: Path) -> None:

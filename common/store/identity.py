@@ -6,7 +6,7 @@ differs.
 
 from pathlib import Path
 
-from common.checkpoint import Damaged, checkpoints
+from common.checkpoint import Damaged, checkpoints, read_sealed
 from common.errors import UserError, say
 from common.options import with_folder
 from common.world import MAY_DIFFER, bit_facts
@@ -27,7 +27,7 @@ def identify(opts, data, code, device, writer):
     path = opts.run_dir / "options.json"
     foreign = writer.foreign(opts.keep_every)
     try:
-        first = writer.read_sealed(path)
+        first = read_sealed(path)
     except Damaged as reason:
         origin = writer.known_origin()
         if not origin:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from common.checkpoint import Image, Still, specs_of
+from common.checkpoint import IdleTimer, Image, specs_of
 from common.device import is_gpu
 from common.errors import UserError, say
 from common.options import extra
@@ -65,7 +65,6 @@ class Saver:
         for kind, tensors in named.items():
             if kind not in self.images or self.images[kind].specs != specs_of(tensors):
                 self.images[kind] = Image(tensors)
-            self.images[kind].open()
 
     def save(self):
         """Copies the state, unless it is saved already; waits for the save before. No collective."""
@@ -128,9 +127,9 @@ class Saver:
 
         A rescue waits only as long as bytes are written: it writes its own files.
         """
-        still = Still()
+        timer = IdleTimer()
         while self.job and futures.wait([self.job], 0.1).not_done and (self.is_writing or not in_rescue):
-            if not still.hangs(self.writer.moved):
+            if not timer.hangs(self.writer.moved):
                 self.state.heartbeat += 1
             elif in_rescue:
                 return
@@ -194,9 +193,9 @@ class Saver:
     def _held_still(self, began):
         """Waits for the end of the step that the main thread is in; then it makes none meanwhile."""
         clock = time.pthread_getcpuclockid(threading.main_thread().ident)
-        still = Still()
+        timer = IdleTimer()
         while not self.state.lock.acquire(timeout=0.1):
-            stands_still = still(time.clock_gettime(clock)) > STEP_SECONDS
+            stands_still = timer(time.clock_gettime(clock)) > STEP_SECONDS
             if stands_still or time.monotonic() - began > LONGEST_SECONDS:
                 raise UserError(
                     f"step {self.state.progress.step + 1} hangs half way, the newest checkpoint stands",

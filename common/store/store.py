@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from common.checkpoint import Damaged, Fence, Reader, Writer, checkpoints
+from common.checkpoint import Damaged, Fence, Writer, checkpoints, put_sealed
 from common.errors import UserError, may_pass, say
 from common.ledger import Ledger, named, newest_lives
 from common.options import Options, code_of
@@ -77,7 +77,7 @@ class CheckpointStore:
         with world.all_or_none():
             if world.local_rank == 0 and world.rank:  # the first ranks of other nodes
                 self._own()
-        loaded = load(state, world, Reader(layout, world.local_size, self.writer.run), self.owns)
+        loaded = load(state, world, layout, self.writer.run, self.owns)
         identity, *_ = gather(world, self.identity)
         began = loaded.facts["origin"]["began"] if loaded.facts else opts.resume  # "auto": at step 0
         self.writer.origin = {name: identity[name] for name in ("data", "pinned", "code")} | {"began": began}
@@ -108,9 +108,9 @@ class CheckpointStore:
                 self.fence.claim()
                 self.saver.bucket.fetch()
             self.identity = identify(self.opts, self.fingerprint, self.code, self.world.device, self.writer)
-            if not self.fence.held:
+            if not self.fence.lock:
                 self.fence.claim()
-            self.writer.put_sealed(run_dir / "options.json", marked(self.identity))
+            put_sealed(run_dir / "options.json", marked(self.identity))
         except (OSError, Damaged, UserError) as error:
             self.fence.release()
             if isinstance(error, UserError):
@@ -200,19 +200,12 @@ class CheckpointStore:
         raise error
 
     # ---- saving -----------------------------------------------------------------------------------
-    @property
-    def overdue(self) -> bool:
-        """Whether this rank owns the folder and its clock asks for a save (--save-seconds)."""
-        return self.owns and 0 < self.opts.save_seconds <= time.monotonic() - self.saver.saved_at
-
     def due(self) -> bool:
-        """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
-
-        Parts must be saved at the same step: `Rescue.consult` tells their ranks that a clock asks for it.
-        """
-        clock_asks = self.overdue
-        intervals = (self.opts.save_every, self.opts.keep_every)
-        return clock_asks or any(every and self.state.progress.step % every == 0 for every in intervals)
+        """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock."""
+        opts = self.opts
+        step = self.state.progress.step
+        by_clock = self.owns and 0 < opts.save_seconds <= time.monotonic() - self.saver.saved_at
+        return by_clock or any(every and step % every == 0 for every in (opts.save_every, opts.keep_every))
 
     def save(self) -> None:
         """Copies the state, if this rank writes it; a thread does the rest."""

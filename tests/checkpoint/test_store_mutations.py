@@ -66,7 +66,7 @@ MUTANTS = {
         (*FSYNC, 1),
     ),
     "a weight that moved is linked": (
-        "checkpoint.writer:Writer._put_frozen",
+        "checkpoint.writer:Writer._linked",
         "table == tensors.table_of(frozen, self._move)",
         "True",
         FROZEN,
@@ -104,7 +104,7 @@ MUTANTS = {
         ("", "when_all_are_damaged_nothing_starts_afresh_by_itself"),
     ),
     "received bytes are not compared": (
-        "checkpoint.reader:Reader.relay",
+        "checkpoint.reader:relay",
         "sha(data) == stated",
         "bool(sha(data))",
         RELAY,
@@ -112,7 +112,7 @@ MUTANTS = {
     # who may write
     "a claim does not look at the name again": (
         "checkpoint.fence:Fence.claim",
-        "not self.held.is_ours()",
+        "not self.lock.is_ours()",
         "False",
         CLAIMS,
     ),
