@@ -148,10 +148,10 @@ def read_file(path, table, buffers=None, count=1, share=(0, 1), moved=lambda: No
             start, end = places[name]
             hashes = start * shares // (size + 1) == own
             digest = hashlib.sha256()
-            with buffers[name]() if buffers else nullcontext() as buffer:
+            with wanted[name]() as buffer:
                 for at in range(start, end, CHUNK_BYTES):
                     stop = min(at + CHUNK_BYTES, end)
-                    chunk = buffer[at - start : stop - start] if buffers else memoryview(bytearray(stop - at))
+                    chunk = buffer[at - start : stop - start] if buffer else memoryview(bytearray(stop - at))
                     _fill(fd, chunk, at, path.name)
                     moved()
                     if hashes:
@@ -163,7 +163,8 @@ def read_file(path, table, buffers=None, count=1, share=(0, 1), moved=lambda: No
                         f"manifest says {stated[:12]}..."
                     )
 
-        spread(read, count, list(places if buffers is None else buffers))  # raises what a thread has raised
+        wanted = buffers or dict.fromkeys(places, nullcontext)
+        spread(read, count, list(wanted))  # raises what a thread has raised
 
 
 def _fill(fd, chunk, at, name):

@@ -133,7 +133,8 @@ class Rescue:
 
     def consult(self) -> None:
         """Agree with all ranks whether to save, and whether to stop; call it on every rank."""
-        requests = torch.tensor([self._is_requested("save"), self._is_requested("stop")]).int()
+        save = self._is_requested("save") or self.store.overdue
+        requests = torch.tensor([save, self._is_requested("stop")]).int()
         save, stop = self.world.all_sum(requests).tolist()
         if save:
             self.save_asked = True

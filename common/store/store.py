@@ -200,12 +200,19 @@ class CheckpointStore:
         raise error
 
     # ---- saving -----------------------------------------------------------------------------------
+    @property
+    def overdue(self) -> bool:
+        """Whether this rank owns the folder and its clock asks for a save (--save-seconds).
+
+        `Rescue.consult` tells all: owners on many machines save at one step, and training waits for it once.
+        """
+        return self.owns and 0 < self.opts.save_seconds <= time.monotonic() - self.saver.saved_at
+
     def due(self) -> bool:
-        """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock."""
-        opts = self.opts
+        """Whether this rank should save now."""
         step = self.state.progress.step
-        by_clock = self.owns and 0 < opts.save_seconds <= time.monotonic() - self.saver.saved_at
-        return by_clock or any(every and step % every == 0 for every in (opts.save_every, opts.keep_every))
+        intervals = (self.opts.save_every, self.opts.keep_every)
+        return self.overdue or any(every and step % every == 0 for every in intervals)
 
     def save(self) -> None:
         """Copies the state, if this rank writes it; a thread does the rest."""

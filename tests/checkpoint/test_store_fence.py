@@ -471,6 +471,7 @@ def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start_and_only_th
     (root / ".life-abc.lock").touch()
     (root / ".snapshot").mkdir()  # a filer's own folder is none of our business
     (opts.run_dir / "mine.77.new").touch()  # a person's own file
+    (opts.run_dir / ".new-half").touch()
 
     def rename(old, new):
         if str(old).endswith(".snapshot"):
