@@ -4,6 +4,6 @@ from common.checkpoint.disk import Damaged, put_sealed, read_sealed
 from common.checkpoint.fence import Fence, IdleTimer
 from common.checkpoint.folder import checkpoints, newest_first
 from common.checkpoint.layout import Layout, facts_of
-from common.checkpoint.reader import best_of, describe, read_facts, relay, verify, weights_of
+from common.checkpoint.reader import best_of, describe, read_facts, read_manifest, relay, verify, weights_of
 from common.checkpoint.tensors import Image, specs_of, threads
 from common.checkpoint.writer import Writer

@@ -161,17 +161,11 @@ def make_folder(folder):
     os.listdir(folder)  # raises if it is a file or cannot be read
 
 
-def forget(path):
-    """Lets the kernel drop its copy of a file's bytes: they are read from the disk then."""
-    with opened(path) as fd:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def sync_lines(run_dir, life):
     """Syncs what this machine's processes have logged of the run; a log that cannot be synced is no error."""
     notes = run_dir / "audit" / life
-    folders = (notes, notes.parent, run_dir)  # for the names in them
-    for path in (*run_dir.glob("*.jsonl"), *notes.glob("*"), *folders):
+    # the folders, too, for the names in them
+    for path in (*run_dir.glob("*.jsonl"), *notes.glob("*"), notes, notes.parent, run_dir):
         with suppress(OSError), opened(path, is_right=bool) as fd:
             os.fdatasync(fd)
 

@@ -111,7 +111,12 @@ class Lock:
 
     def rename(self, path):
         """Takes a name, also from another process."""
-        os.rename(self.path, path)
+        try:
+            os.rename(self.path, path)
+        except OSError:
+            self.close()
+            delete(self.path)
+            raise
         self.path = path
 
     def write(self):
@@ -181,14 +186,8 @@ class Fence:
         self._wait()
         # one that has left may still log a step
         may_log = not has_ended(read_record(self.path) or {}, "process")
-        aside = self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}")
-        self.lock = Lock(aside)
-        try:
-            self.lock.rename(self.path)
-        except OSError:
-            self.lock.close()
-            delete(aside)
-            raise
+        self.lock = Lock(self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
+        self.lock.rename(self.path)
         with suppress(FileExistsError):
             os.mkdir(self.staging, 0o700)
         names = os.listdir(self.root)

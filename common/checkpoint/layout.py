@@ -4,7 +4,6 @@ From {"model": {name: tensor}, "optimizer": ...} to the tables that a checkpoint
 buffers into which its files are read.
 """
 
-from collections.abc import Collection
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ class Layout:
     The `frozen` ones have a file of their own. One that moves all the same is as well saved there.
     """
 
-    def __init__(self, tensors: Named, frozen: Collection[str] = ()):
+    def __init__(self, tensors: Named, frozen: set[str]):
         self.tensors = tensors["model"]
         self.frozen = frozen
         self.specs = specs_of(self.tensors)
@@ -92,8 +91,6 @@ def facts_of(net: nn.Module) -> dict[str, Any]:
 
 def tied_names(net):
     """{name: first name} of weights with several names."""
-    first = {}
-    named = list(net.named_parameters(remove_duplicate=False))
-    for name, weight in named:
-        first.setdefault(weight, name)
-    return {name: first[weight] for name, weight in named if first[weight] != name}
+    first = {weight: name for name, weight in net.named_parameters()}
+    every_name = net.named_parameters(remove_duplicate=False)
+    return {name: first[weight] for name, weight in every_name if first[weight] != name}

@@ -31,7 +31,7 @@ from common.errors import UserError
 from common.sealed import sha, to_json
 
 FORMATS = (7, 8)  # 8: with FROZEN, so that code which does not know that file does not call it damaged
-FACTS: dict[str, type | tuple[type, ...]] = {  # a start reads them all
+FACTS: dict[str, Any] = {  # a start reads them all
     "step": int,
     "epoch": int,
     "position": int,
@@ -39,7 +39,7 @@ FACTS: dict[str, type | tuple[type, ...]] = {  # a start reads them all
     "best": dict,
     "record": dict,
     "evaluated": dict,
-    "scaler": (dict, type(None)),
+    "scaler": dict | None,
     "tied": dict,
     "data": dict,
     "origin": dict,  # of the run: its data, what decides its bits, its code, what it began with

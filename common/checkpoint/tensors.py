@@ -18,6 +18,7 @@ from torch import Tensor
 from common.checkpoint.disk import Damaged, new_file, opened, patient, write_at
 from common.device import mark, wait_by_asking
 from common.errors import UserError
+from common.sealed import sha
 
 DTYPES = {
     "F64": torch.float64,
@@ -91,19 +92,17 @@ def spread(act, count, items):
     return list(map(act, items))
 
 
-def table_of(tensors, moved=lambda: None):
+def table_of(tensors):
     """The table of a file that would hold these tensors."""
-
-    def hashed(name):
-        digest = hashlib.sha256(flat_bytes(tensors[name]).cpu().numpy())
-        moved()
-        return [*specs[name], digest.hexdigest()]
-
     specs = specs_of(tensors)
-    return dict(zip(specs, spread(hashed, threads() + 1, list(specs)), strict=True))
+
+    def row(name):
+        return [*specs[name], sha(flat_bytes(tensors[name]).cpu().numpy())]
+
+    return dict(zip(specs, spread(row, threads() + 1, list(specs)), strict=True))
 
 
-def write_file(path, tensors, moved=lambda: None):
+def write_file(path, tensors, moved):
     """Writes and syncs a new file, out of the tensors' own memory; returns its table."""
     specs = specs_of(tensors)
     header, places, _ = lay_out(specs)

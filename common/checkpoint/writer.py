@@ -19,23 +19,14 @@ import errno
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import Damaged, delete, forget, put, sync_folder, sync_lines
+from common.checkpoint.disk import Damaged, delete, opened, put, sync_folder, sync_lines
 from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
-from common.checkpoint.folder import (
-    ASIDE,
-    FROZEN,
-    MANIFEST,
-    STATE,
-    committed,
-    folder_name,
-    free_number,
-    numbers_of,
-)
+from common.checkpoint.folder import ASIDE, FROZEN, MANIFEST, STATE, committed, folder_name, free_number
 from common.checkpoint.layout import Layout, Named
 from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, read_manifest, verify
 from common.sealed import sealed, sha, to_json
@@ -70,34 +61,19 @@ class Writer:
         self.may_link = True  # False: the disk has shown damage, the next checkpoint has files of its own
 
     # ---- what is there ---------------------------------------------------------------------------------
-    def foreign(self, every: int) -> Path | None:
-        """A checkpoint of another run, which this one would delete some day; UserError for another format.
-
-        One that is kept for ever, as one `every` so many steps, is compared if it is loaded.
-        """
+    def readable(self, least: int = 0) -> Iterator[dict]:
+        """The facts of this run's checkpoints that can be read, down to a step, newest first."""
         for step, folder in committed(self.root):
-            if every and step % every == 0:
-                continue
-            with suppress(Damaged, OSError):
-                if read_manifest(folder)["run"] != self.run:
-                    return folder
-        return None
-
-    def _readable(self):
-        """The facts of this run's checkpoints, newest first."""
-        for step, folder in committed(self.root):
+            if step < least:  # a rescue does not wait for a disk that fails
+                break
             with suppress(Damaged, OSError):
                 manifest, facts = read_facts(step, folder)
                 if manifest["run"] == self.run:
                     yield facts
 
-    def known_origin(self) -> dict:
-        """That of the newest checkpoint: options.json may be damaged."""
-        return next(self._readable(), {"origin": {}})["origin"]
-
     def holds(self, facts: dict) -> bool:
         """Whether the newest checkpoint has this state or a later one."""
-        newest = next(self._readable(), None)
+        newest = next(self.readable(facts["step"]), None)
         return newest is not None and _how_far(newest) >= _how_far(facts)
 
     # ---- a checkpoint ----------------------------------------------------------------------------------
@@ -137,10 +113,9 @@ class Writer:
         for _, folder in committed(self.root)[: self.may_link]:
             with suppress(Damaged, OSError):  # this file system has no links, say
                 table = read_manifest(folder)["files"].get(FROZEN)
-                if table and table == tensors.table_of(frozen, self._move):
+                if table == tensors.table_of(frozen):
                     os.link(folder / FROZEN, path)
                     return table
-        return None
 
     def check_staging(self, step: int) -> None:
         """Fenced if the folder is gone. A look may see an old copy of the name; making it asks the server."""
@@ -164,11 +139,12 @@ class Writer:
         From there on a new life waits for it. It takes no file if the rescue is `needless`. `hold_still`
         returns facts that do not change any more.
         """
-
-        def state():
-            return "-".join(map(str, _how_far(hold_still())))
-
-        return rescuing(self.staging / RESCUE, lambda: self.moved, needless, state)
+        return rescuing(
+            self.staging / RESCUE,
+            lambda: self.moved,
+            needless,
+            lambda: "-".join(map(str, _how_far(hold_still()))),
+        )
 
     def _aside(self, step):
         """A new folder's name. A pid is not enough: ranks in two containers may have the same."""
@@ -208,15 +184,16 @@ class Writer:
         sync_folder(self.root)
         return target
 
-    def read_back(self, folder: Path) -> None:
+    def read_back(self, step: int, folder: Path) -> None:
         """Reads each byte of a new checkpoint from the disk; Damaged, and it is put aside, if one is wrong.
 
         Call it before older ones are deleted: what a disk has taken it need not give back.
         """
         for path in folder.iterdir():
-            forget(path)
+            with opened(path) as fd:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the kernel drops its copy
         try:
-            verify(numbers_of(folder.name)[0], folder, moved=self._move)
+            verify(step, folder, moved=self._move)
         except Damaged:
             self.put_aside(folder)
             self.may_link = False

@@ -92,7 +92,7 @@ class Saver:
         try:
             folder = self.write({kind: image.views for kind, image in self.images.items()}, facts)
             self.is_writing = False
-            self.writer.read_back(folder)
+            self.writer.read_back(facts["step"], folder)
             self.prune(facts["step"])
             seconds = round(time.monotonic() - self.saved_at, 3)
             self.ledger.event("save", step=facts["step"], save_s=seconds)

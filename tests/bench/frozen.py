@@ -37,7 +37,7 @@ def trained_once(folder, mb, trained, layout):
     store = CheckpointStore(opts, World(0, 1, 0, 1, (torch.device("cpu"),), uuid.uuid4().hex[:12]), "f" * 64)
     store.restore(state)
     if layout == "all in one file":
-        store.writer.layout.frozen = ()
+        store.writer.layout.frozen = set()
     state.progress.step = 1
     store.save()
     store.saver.wait()

@@ -124,7 +124,7 @@ def test_what_stands_still_may_be_another_in_the_next_life(tmp_path, monkeypatch
     """And a run of before, which has all in one file, goes on; its digest does not depend on that."""
 
     def divide(by_file):
-        layout = Layout if by_file else lambda tensors, frozen: Layout(tensors)
+        layout = Layout if by_file else lambda tensors, frozen: Layout(tensors, set())
         monkeypatch.setattr("common.store.load.Layout", layout)
 
     opts = options(tmp_path)

@@ -59,7 +59,7 @@ MUTANTS = {
     ),
     "a weight that moved is linked": (
         "checkpoint.writer:Writer._linked",
-        "table == tensors.table_of(frozen, self._move)",
+        "table == tensors.table_of(frozen)",
         "True",
         FROZEN,
     ),

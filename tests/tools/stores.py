@@ -218,7 +218,7 @@ def images_for(opts, net=None):
 def load_into(images, root, said=None):
     """What load_newest finds in the folder; it reads into the views of these images."""
     tensors = {kind: image.views for kind, image in images.items()}
-    layout = Layout(tensors)
+    layout = Layout(tensors, set())
     with heard(said):
         found = load_newest(world_of_one(), layout, "", committed(root), True)
     for name, tensor in layout.remembered.items():
