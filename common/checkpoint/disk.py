@@ -11,7 +11,7 @@ import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.sealed import unsealed
+from common.sealed import sealed, unsealed
 
 MOST_BYTES = 1 << 28  # of a file that is read at once: a longer one is not ours, and is not read
 # errors that prove that no file of ours has this name; any other (no memory, no server) proves nothing
@@ -69,7 +69,7 @@ def read_small(path):
 
 
 def refuse_long(path, size):
-    """Damaged if a file is too long to be read at once; a writer asks, too."""
+    """Damaged if a file is too long to be read at once."""
     if size > MOST_BYTES:
         raise Damaged(f"{Path(path).name} is {size:,} bytes, more than {MOST_BYTES:,}")
 
@@ -126,11 +126,21 @@ def write_at(fd, data, at):
 
 
 def put(path, data):
-    """A small file, whole or not at all, by way of its own folder: checkpoints/ may be on another disk."""
+    """A small file, whole or not at all, by way of its own folder: checkpoints/ may be on another disk.
+
+    Damaged if no start would read it. Two ranks may do it at once.
+    """
+    refuse_long(path, len(data))
     aside = path.with_name(f"{NEW_FILE}{uuid.uuid4().hex}")
     with new_file(aside) as fd:
         write_at(fd, data, 0)
     os.rename(aside, path)
+
+
+def put_sealed(path: Path, value: dict) -> None:
+    """A file with this object and a seal; it is on the disk then."""
+    put(path, sealed(value))
+    sync_folder(path.parent)
 
 
 def sync_folder(path):
@@ -151,17 +161,11 @@ def make_folder(folder):
     os.listdir(folder)  # raises if it is a file or cannot be read
 
 
-def forget(path):
-    """Lets the kernel drop its copy of a file's bytes: they are read from the disk then."""
-    with opened(path) as fd:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def sync_lines(run_dir, life):
     """Syncs what this machine's processes have logged of the run; a log that cannot be synced is no error."""
     notes = run_dir / "audit" / life
-    folders = (notes, notes.parent, run_dir)  # for the names in them
-    for path in (*run_dir.glob("*.jsonl"), *notes.glob("*"), *folders):
+    # the folders, too, for the names in them
+    for path in (*run_dir.glob("*.jsonl"), *notes.glob("*"), notes, notes.parent, run_dir):
         with suppress(OSError), opened(path, is_right=bool) as fd:
             os.fdatasync(fd)
 

@@ -47,7 +47,7 @@ SAME_JOB_SECONDS = 60.0  # an earlier life of our own job may still save; then t
 HUNG_SECONDS = 600.0  # a rescue or a save that writes no byte for so long is given up
 NODE_STILL_SECONDS = 12.0  # without a move: that node is gone
 NODES_SECONDS = 30.0  # survivors may take to the end of their step, until they announce their rescue
-RECORD_BYTES = 1024  # more than a record of a holder needs
+RECORD_BYTES = 1024  # more than a lock's record needs
 RESCUE = "rescue.lock"  # end of a file's name in a staging folder: a survivor is saving
 WAITING = "waiting."  # begin of a file's name there: a survivor waits for that one
 MOST_WAITING = 4  # with one state
@@ -61,7 +61,7 @@ class Fenced(UserError):
         super().__init__(message, code=6)
 
 
-class Still:
+class IdleTimer:
     """For how many seconds a value has not changed, and whether it ever has."""
 
     def __init__(self):
@@ -85,36 +85,39 @@ class Still:
         return self(value) >= HUNG_SECONDS
 
 
-class Held:
-    """A file with a counter that this process moves, so that others see that it lives.
+class Lock:
+    """A new file with a counter that this process moves, so that others see that it lives.
 
-    Ours until `close`, or until another process has put a file of its own under the name.
+    Ours until `close`, or until another process has put a file of its own under the name. If `progress()`
+    stands still for HUNG_SECONDS, the counter stops: this process hangs.
     """
 
-    def __init__(self, path, aside=None, progress=None, seconds=None):
-        """Made as `aside` and renamed over any file with the name; without `aside` the name must be free.
-
-        If `progress()` stands still for HUNG_SECONDS, the counter stops: this process hangs.
-        """
+    def __init__(self, path, seconds=None, progress=time.monotonic):
         self.path = path
-        self.progress = progress or time.monotonic
+        self.progress = progress
         self.seconds = seconds or BEAT_SECONDS
         self.record = this_process() | {"beat": 0}
         self.stop = threading.Event()
-        self.fd = os.open(aside or path, NEW, 0o600)
+        self.thread = threading.Thread(target=self._beat, daemon=True, name="fence")
+        self.fd = os.open(path, NEW, 0o600)
         try:
             self.write()
-            if aside:
-                os.rename(aside, path)
         except BaseException:
             os.close(self.fd)
-            delete(aside or path)
+            delete(path)
             raise
-        self.thread = threading.Thread(target=self._beat, daemon=True, name="fence")
-        try:
+        with suppress(RuntimeError):  # no thread can be started: then no beat
             self.thread.start()
-        except RuntimeError:  # no thread can be started: then no beat
-            self.thread = None
+
+    def rename(self, path):
+        """Takes a name, also from another process."""
+        try:
+            os.rename(self.path, path)
+        except OSError:
+            self.close()
+            delete(self.path)
+            raise
+        self.path = path
 
     def write(self):
         """Synced, because other machines do not see what is only in this machine's memory.
@@ -136,7 +139,7 @@ class Held:
         if self.stop.is_set():
             return
         self.stop.set()
-        if self.thread:
+        if self.thread.is_alive():
             self.thread.join()  # one that wakes in a dying interpreter aborts it
         self.record["left"] = True
         with suppress(OSError):
@@ -144,9 +147,9 @@ class Held:
         os.close(self.fd)
 
     def _beat(self):
-        still = Still()
+        timer = IdleTimer()
         while not self.stop.wait(self.seconds):
-            if not still.hangs(self.progress()):
+            if not timer.hangs(self.progress()):
                 self.record["beat"] += 1
                 with suppress(OSError):
                     self.write()
@@ -160,7 +163,7 @@ class Fence:
         self.root = run_dir / "checkpoints"
         self.life = life
         self.staging = self.root / f".life-{life}"
-        self.held: Held | None = None  # the file which says that this process lives
+        self.lock: Lock | None = None  # says that this process lives
 
     def elect(self, rank: int) -> bool:
         """Whether this rank is to own the folder: rank 0, or the first one that sees another folder.
@@ -173,8 +176,8 @@ class Fence:
         try:
             os.mkdir(self.staging, 0o700)  # the file server decides
         except FileExistsError:
-            self.held = Held(self.staging / f"{NODE}{rank}", seconds=NODE_BEAT_SECONDS)
-            atexit.register(self.held.close)
+            self.lock = Lock(self.staging / f"{NODE}{rank}", NODE_BEAT_SECONDS)
+            atexit.register(self.lock.close)
             return False
         return True
 
@@ -183,11 +186,12 @@ class Fence:
         self._wait()
         # one that has left may still log a step
         may_log = not has_ended(read_record(self.path) or {}, "process")
-        self.held = Held(self.path, self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
+        self.lock = Lock(self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
+        self.lock.rename(self.path)
         with suppress(FileExistsError):
             os.mkdir(self.staging, 0o700)
         names = os.listdir(self.root)
-        if not self.held.is_ours():
+        if not self.lock.is_ours():
             raise Fenced(
                 f"{self.path.parent}: another job has begun in it at the same time\n"
                 "this one has stopped; it had saved nothing yet"
@@ -206,8 +210,8 @@ class Fence:
 
     def leave(self) -> None:
         """Tells the next life that it need not wait for this process."""
-        if self.held:
-            self.held.close()
+        if self.lock:
+            self.lock.close()
 
     def _wait(self):
         """Waits until the owner has left, has ended or stands still. UserError if a job that lives has it.
@@ -216,15 +220,15 @@ class Fence:
         """
         us = this_process()
         reported = False
-        for owner, counter, waited in living(self.path):
+        for owner, timer, waited in watched(self.path):
             earlier = owner.get("job") == us["job"] or has_ended(owner, "agent")
             near = earlier or owner.get("machine") in (us["machine"], None)
             name = f"host {owner.get('host')}, pid {owner.get('pid')}"
-            if counter.seconds >= (STALE_SECONDS if near else LEASE_SECONDS):
+            if timer.seconds >= (STALE_SECONDS if near else LEASE_SECONDS):
                 return
             if earlier and waited > SAME_JOB_SECONDS:
                 return
-            if not earlier and counter.moves and waited > MOVING_SECONDS:
+            if not earlier and timer.moves and waited > MOVING_SECONDS:
                 raise UserError(
                     f"{self.path.parent} is in use by another job: {name}\n"
                     "stop that job first, or give this one its own --run-dir",
@@ -254,12 +258,12 @@ def rescuing(path, progress, needless, hold_still):
     state, which `hold_still()` names, wait already: the run folder is spared, four deaths in one save are
     none.
     """
-    held = None
+    lock = None
     waits = False
-    while held is None and not needless():
-        with suppress(FileExistsError):
-            held = Held(path, progress=progress)
-        if held is None:  # another one saves; if it is gone, its file goes
+    while lock is None and not needless():
+        try:
+            lock = Lock(path, progress=progress)
+        except FileExistsError:  # another one saves; if it is gone, its file goes
             waits = waits or may_wait(path, hold_still())
             if not waits:
                 break
@@ -267,10 +271,10 @@ def rescuing(path, progress, needless, hold_still):
             if not needless():
                 delete(path)
     try:
-        yield held is not None or waits or needless()
+        yield lock is not None or waits or needless()
     finally:
-        if held:
-            held.close()
+        if lock:
+            lock.close()
 
 
 def may_wait(path, state):
@@ -282,30 +286,30 @@ def may_wait(path, state):
     return False
 
 
-def wait_for(path, still=None, deadline=math.inf, needless=lambda: False):
-    """Waits until a file's holder has left, has ended or stands still, or there is no need."""
-    for _, counter, _ in living(path):
-        if needless() or time.monotonic() > deadline or counter.seconds > (still or STALE_SECONDS):
+def wait_for(path, seconds=None, deadline=math.inf, needless=lambda: False):
+    """Waits until a lock's process has left, has ended or stands still, or there is no need."""
+    for _, timer, _ in watched(path):
+        if needless() or time.monotonic() > deadline or timer.seconds > (seconds or STALE_SECONDS):
             return
 
 
-def living(path):
-    """(what it wrote, Still of its counter, seconds waited), again and again while a file's holder lives."""
+def watched(path):
+    """(what it wrote, IdleTimer of its counter, seconds waited), again and again while its process lives."""
     began = time.monotonic()
-    counter = Still()
+    timer = IdleTimer()
     pause = 0.02
     while True:
-        holder = read_record(path)
-        if holder is None or holder.get("left") or has_ended(holder, "process"):
+        record = read_record(path)
+        if record is None or record.get("left") or has_ended(record, "process"):
             return
-        counter(holder.get("beat"))
-        yield holder, counter, time.monotonic() - began
+        timer(record.get("beat"))
+        yield record, timer, time.monotonic() - began
         time.sleep(pause)
         pause = min(1.2 * pause, 0.5)  # a thousand ranks may wait for one file
 
 
 def read_record(path):
-    """What the holder wrote; {} if it is unknown, None without a file. Opened anew: NFS asks the server."""
+    """What is in a lock; {} if nobody knows whose, None without a file. Opened anew: NFS asks the server."""
     try:
         record = parse_json(read_small(path), path.name)
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 From the path of a run to its checkpoints, newest first:
     RUN/checkpoints/step-00001200/      model.safetensors optimizer.safetensors state.json manifest.json
+                                        frozen.safetensors: weights that do not train, if there are any
                     step-00001200.1/    later facts of the same step
                     damaged-step-N/     not trusted, and kept until a newer one is saved
                     .life-LIFE/         what a life has not finished yet (writer.py)
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from common.checkpoint.disk import patient
 
-FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}  # {kind of tensors: its file}
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+FROZEN = "frozen.safetensors"  # of weights that do not train; a link to that of the checkpoint before
 STATE = "state.json"
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")
@@ -61,8 +64,3 @@ def free_number(root, step):
     """The k of a name for a checkpoint of this step that none has or had."""
     rows = [numbers_of(name.removeprefix(ASIDE)) for name in os.listdir(root)]
     return 1 + max((row[1] for row in rows if row and row[0] == step), default=-1)
-
-
-def kind_of(path):
-    """Whether a file of tensors is of the "model" or of the "optimizer"."""
-    return Path(path).stem

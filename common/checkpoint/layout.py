@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import kind_of
+from common.checkpoint.folder import FROZEN, MODEL, OPTIMIZER
 from common.checkpoint.tensors import DTYPES, flat_bytes, specs_of
 from common.device import is_gpu
 from common.errors import UserError
@@ -21,40 +21,52 @@ Named = dict[str, dict[str, Tensor]]  # {kind: {name: tensor}}
 
 
 class Layout:
-    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors."""
+    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors.
 
-    def __init__(self, tensors: Named):
+    The `frozen` ones have a file of their own. One that moves all the same is as well saved there.
+    """
+
+    def __init__(self, tensors: Named, frozen: set[str]):
         self.tensors = tensors["model"]
+        self.frozen = frozen
         self.specs = specs_of(self.tensors)
         self.remembered: dict[str, Tensor] = {}  # of the checkpoint that was read last
 
     def checked(self, tensors: Named) -> Named:
-        """The same tensors; UserError if the net's are not those of the start."""
-        specs = specs_of(tensors["model"])
-        for name in specs | self.specs:
-            if specs.get(name) != self.specs.get(name):
-                raise UserError(f"{name} came, went or changed after the start\nmake it when the net is made")
-        return tensors
+        """The same tensors by file; UserError if the net's are not those of the start."""
+        net = tensors["model"]
+        specs = specs_of(net)
+        name = differs(specs, self.specs)
+        if name:
+            raise UserError(f"{name} came, went or changed after the start\nmake it when the net is made")
+        if not self.frozen:
+            return tensors
+        trained = {name: tensor for name, tensor in net.items() if name not in self.frozen}
+        return tensors | {"model": trained, "frozen": {name: net[name] for name in self.frozen}}
 
     def check(self, files: dict) -> None:
-        """Damaged unless the files hold this run's tensors."""
-        for path, table in files.items():
-            is_model = kind_of(path) == "model"
-            for name in table | (self.specs if is_model else {}):
-                spec = table[name][:2] if name in table else None
-                is_known = name.startswith("/") or name.rpartition("/")[0] in self.specs
-                if spec != self.specs.get(name) if is_model else not is_known:
-                    raise Damaged(f"{path}: {name[:80]} is {spec}, this run has {self.specs.get(name)}")
+        """Damaged unless the files hold this run's tensors, whichever of them were frozen then."""
+        net = files[MODEL] | files.get(FROZEN, {})
+        specs = {name: row[:2] for name, row in net.items()}
+        name = differs(specs, self.specs)
+        if name:
+            raise Damaged(f"{name[:80]} is {specs.get(name)}, this run has {self.specs.get(name)}")
+        for name in files[OPTIMIZER]:
+            if not name.startswith("/") and name.rpartition("/")[0] not in self.specs:
+                raise Damaged(f"{OPTIMIZER} has {name[:80]}, this run has no such weight")
 
     def buffers(self, path: str, table: dict) -> dict:
         """{name: a context with the buffer of that tensor}."""
         tensors = self.tensors
-        if kind_of(path) != "model":
-            tensors = {
-                name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape, _) in table.items()
-            }
+        if path == OPTIMIZER:
+            tensors = {name: torch.empty(row[1], dtype=DTYPES[row[0]]) for name, row in table.items()}
             self.remembered = tensors
-        return {name: partial(_buffer, tensor.detach()) for name, tensor in tensors.items()}
+        return {name: partial(_buffer, tensors[name].detach()) for name in table}
+
+
+def differs(specs, others):
+    """The first name of tensors that only one of two nets has, or has in this shape and type; or None."""
+    return next((name for name in specs | others if specs.get(name) != others.get(name)), None)
 
 
 @contextmanager
@@ -79,8 +91,6 @@ def facts_of(net: nn.Module) -> dict[str, Any]:
 
 def tied_names(net):
     """{name: first name} of weights with several names."""
-    first = {}
-    named = list(net.named_parameters(remove_duplicate=False))
-    for name, weight in named:
-        first.setdefault(weight, name)
-    return {name: first[weight] for name, weight in named if first[weight] != name}
+    first = {weight: name for name, weight in net.named_parameters()}
+    every_name = net.named_parameters(remove_duplicate=False)
+    return {name: first[weight] for name, weight in every_name if first[weight] != name}

@@ -4,9 +4,10 @@ From a folder to its facts, its tables, and this rank's tensors. A checkpoint is
     1  manifest.json is no larger than ours can be, and matches its own seal         `unseal`, disk.py
     2  it has our format; its files have our names, and what they hold are tables    `read_manifest`
     3  state.json has the hash in the manifest, the folder's step, and each fact     `read_facts`
-    4  the tables make up the tensors of this run, and their rows follow each other  `Layout.check`
+    4  the tables make up the tensors of this run                                    `Layout.check`
     5  each file has the size and the header that follow from its table              `read_file`, tensors.py
     6  each tensor has the hash in its table; ranks may share that (store/load.py)   `read_file`
+`verify` makes them all; without a run to compare with, all but the fourth.
 So nothing but JSON of a bounded size is parsed before its hash is compared, and no file decides how much
 memory is allocated. What fails a check is Damaged. An OSError that stays proves nothing: it may be whole.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -23,13 +25,13 @@ from torch import Tensor
 
 import common.checkpoint.tensors as tensors
 from common.checkpoint.disk import Damaged, as_written, opened, parse_json, patient, read_small, unseal
-from common.checkpoint.folder import FILES, MANIFEST, STATE, checkpoints, kind_of
+from common.checkpoint.folder import FROZEN, MANIFEST, MODEL, OPTIMIZER, STATE, checkpoints
 from common.checkpoint.layout import Layout
 from common.errors import UserError
 from common.sealed import sha, to_json
 
-FORMAT = 7
-FACTS: dict[str, type | tuple[type, ...]] = {  # a start reads them all
+FORMATS = (7, 8)  # 8: with FROZEN, so that code which does not know that file does not call it damaged
+FACTS: dict[str, Any] = {  # a start reads them all
     "step": int,
     "epoch": int,
     "position": int,
@@ -37,7 +39,7 @@ FACTS: dict[str, type | tuple[type, ...]] = {  # a start reads them all
     "best": dict,
     "record": dict,
     "evaluated": dict,
-    "scaler": (dict, type(None)),
+    "scaler": dict | None,
     "tied": dict,
     "data": dict,
     "origin": dict,  # of the run: its data, what decides its bits, its code, what it began with
@@ -54,9 +56,10 @@ def read_manifest(folder):
         data = read_small(folder / MANIFEST)
     is_older = data.startswith(b"{\n")  # up to format 6 each value had a line
     manifest = (parse_json if is_older else unseal)(data, MANIFEST)
-    if is_older or manifest.get("format") != FORMAT:
+    found = manifest.get("format")
+    if is_older or found not in FORMATS:
         raise UserError(
-            f"{folder} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}\n"
+            f"{folder} has format {str(found)[:20]}, this code reads {FORMATS[0]} and {FORMATS[1]}\n"
             "resume it with the version that wrote it, which --export brings over here\n"
             "(--init-from FILE), or give another --run-dir"
         )
@@ -66,7 +69,7 @@ def read_manifest(folder):
 
 
 def _check_tables(files, run, state, **_):
-    if files.keys() != {*FILES.values()}:
+    if {*files} - {FROZEN} != {MODEL, OPTIMIZER}:
         raise Damaged(f"{MANIFEST} lists {str([*files])[:80]}")
     for table in files.values():
         for name, (dtype, shape, digest) in table.items():
@@ -92,59 +95,52 @@ def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
     return manifest, facts
 
 
-class Reader:
-    """Reads checkpoints into this rank's tensors; so many processes of this machine do so at once.
+def verify(
+    step: int, folder: Path, layout: Layout | None = None, run: str = "", **how: Any
+) -> tuple[dict, dict]:
+    """(tables, facts) of a checkpoint that has passed all checks; the tensors of a `layout` are its own then.
 
-    With `run`, as a manifest has it, those of another run are refused.
+    UserError if it is not of this `run`, as a manifest has it. `how` is for `read_file`: of a `share` (i, n)
+    of n ranks only the i-th part of each file has passed the sixth check; they must compare what they have.
     """
+    manifest, facts = read_facts(step, folder)
+    if run not in ("", manifest["run"]):
+        raise UserError(f"{folder} is of another run\nmove it away, or use another --run-dir")
+    files = manifest["files"]
+    if layout:
+        layout.check(files)
+    for path, table in files.items():
+        buffers = layout.buffers(path, table) if layout else None
+        tensors.read_file(folder / path, table, buffers, **how)
+    return files, facts
 
-    def __init__(self, layout: Layout, processes: int, run: str = ""):
-        self.layout = layout
-        self.run = run
-        self.threads = tensors.threads(processes)
 
-    def read(self, step: int, folder: Path, share: tuple[int, int] = (0, 1)) -> tuple[dict, dict, str]:
-        """(tables, facts, mark) of a checkpoint that has passed all checks; the tensors are its own then.
+def relay(layout: Layout, files: dict, folder: Path | None, all_sum: Callable[[Tensor], Tensor]) -> bool:
+    """Sends each tensor from the rank that names its `folder` to all; whether all bytes are right here.
 
-        Ranks with the same mark have read the same. Of the `share` (i, n) of n processes only the i-th part
-        of each file has passed the sixth check: they must compare what they have.
-        """
-        manifest, facts = read_facts(step, folder)
-        if self.run not in ("", manifest["run"]):
-            raise UserError(f"{folder} is of another run\nmove it away, or use another --run-dir")
-        files = manifest["files"]
-        self.layout.check(files)
-        for path, table in files.items():
-            buffers = self.layout.buffers(path, table)
-            tensors.read_file(folder / path, table, buffers, self.threads, share)
-        return files, facts, sha(to_json([files, facts]))
-
-    def relay(self, files: dict, folder: Path | None, all_sum: Callable[[Tensor], Tensor]) -> bool:
-        """Sends each tensor from the rank that names its `folder` to all; whether all bytes are right here.
-
-        `all_sum` adds up the bytes of all ranks, which are zeros but for those of the sender.
-        """
-        right = True
-        for path, table in files.items():
-            buffers = self.layout.buffers(path, table)
-            for name, (dtype, shape, stated) in table.items():
-                piece = torch.zeros(tensors.size_of(dtype, shape), dtype=torch.uint8)
-                data = memoryview(piece.numpy())
-                if folder:
-                    with suppress(Damaged, OSError):  # then the bytes are wrong, and all ranks see that
-                        tensors.read_file(folder / path, table, {name: partial(nullcontext, data)})
-                all_sum(piece)
-                right = right and sha(data) == stated  # a rank that left here would let the others hang
-                with buffers[name]() as buffer:
-                    buffer[:] = data
-        return right
+    `all_sum` adds up the bytes of all ranks, which are zeros but for those of the sender.
+    """
+    right = True
+    for path, table in files.items():
+        buffers = layout.buffers(path, table)
+        for name, (dtype, shape, stated) in table.items():
+            piece = torch.zeros(tensors.size_of(dtype, shape), dtype=torch.uint8)
+            data = memoryview(piece.numpy())
+            if folder:
+                with suppress(Damaged, OSError):  # then the bytes are wrong, and all ranks see that
+                    tensors.read_file(folder / path, table, {name: partial(nullcontext, data)})
+            all_sum(piece)
+            right = right and sha(data) == stated  # a rank that left here would let the others hang
+            with buffers[name]() as buffer:
+                buffer[:] = data
+    return right
 
 
 # ---- checkpoints of a run ------------------------------------------------------------------------------
 def digest_of(files):
-    """One SHA-256 over all tensors, their names, types and shapes, however many files they lie in."""
+    """One SHA-256 over all tensors, their names, types and shapes, whether or not they are frozen."""
     rows = sorted(
-        (path, name, dtype, shape, digest)
+        (path.replace(FROZEN, MODEL), name, dtype, shape, digest)
         for path, table in files.items()
         for name, (dtype, shape, digest) in table.items()
     )
@@ -166,15 +162,13 @@ def best_of(choices: list[tuple[int, Path]]) -> dict:
 def describe(step: int, folder: Path) -> tuple[bool, str]:
     """(whether it is whole, a line about it that ends with its digest or the damage); reads each byte."""
     try:
-        manifest, _ = read_facts(step, folder)
-        for path, table in manifest["files"].items():
-            tensors.read_file(folder / path, table, count=tensors.threads())
+        files, _ = verify(step, folder, count=tensors.threads())
     except Damaged as reason:
         return False, f"{folder.name}  damaged: {reason}"
     except OSError as error:  # even some seconds later: its content is unknown
         return False, f"{folder.name}  could not be read: {error}"
-    size = sum(tensors.lay_out(table)[2] for table in manifest["files"].values())
-    return True, f"{folder.name}  whole  {size:,} bytes  {digest_of(manifest['files'])}"
+    size = sum(tensors.lay_out(table)[2] for table in files.values())
+    return True, f"{folder.name}  whole  {size:,} bytes  {digest_of(files)}"
 
 
 def choose(path, which):
@@ -210,7 +204,10 @@ def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
     """
     step, folder, _ = choose(path, which)
     manifest, facts = read_facts(step, folder)
-    found = {kind_of(file): load_file(folder / file) for file in manifest["files"]}
-    averages = {name.removesuffix(EMA): t for name, t in found["optimizer"].items() if name.endswith(EMA)}
-    weights = {name: t for name, t in (found["model"] | averages).items() if name not in facts["tied"]}
-    return weights, facts
+    weights = {}
+    for file in manifest["files"].keys() - {OPTIMIZER}:
+        weights |= load_file(folder / file)
+    for name, tensor in load_file(folder / OPTIMIZER).items():
+        if name.endswith(EMA):
+            weights[name.removesuffix(EMA)] = tensor
+    return {name: tensor for name, tensor in weights.items() if name not in facts["tied"]}, facts

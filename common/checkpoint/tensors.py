@@ -1,8 +1,7 @@
 """A safetensors file as its header and its tensors, one after the other, each with a hash of its own.
 
 What a file holds is one table, {name: [type, shape, SHA-256]}: the manifest has it, and the header
-follows from it. A file with another header is refused, so no header is ever parsed. The first row is not 0
-where a tensor lies in several files.
+follows from it. A file with another header is refused, so no header is ever parsed.
 """
 
 import hashlib
@@ -19,6 +18,7 @@ from torch import Tensor
 from common.checkpoint.disk import Damaged, new_file, opened, patient, write_at
 from common.device import mark, wait_by_asking
 from common.errors import UserError
+from common.sealed import sha
 
 DTYPES = {
     "F64": torch.float64,
@@ -43,10 +43,7 @@ WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one 
 
 # ---- the format ---------------------------------------------------------------------------------------
 def specs_of(tensors: dict[str, Tensor]) -> dict[str, list]:
-    """{name: [type, shape]} of tensors; UserError for one that cannot be saved.
-
-    `rows` has {name: (first row, rows of the whole)} of those of which only some rows are here.
-    """
+    """{name: [type, shape]} of tensors; UserError for one that cannot be saved."""
     specs = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES or tensor.layout != torch.strided or name == NO_NAME:
@@ -95,11 +92,18 @@ def spread(act, count, items):
     return list(map(act, items))
 
 
-def write_file(path, tensors, moved=lambda: None):
-    """Writes and syncs a new file, out of the tensors' own memory; returns its table.
+def table_of(tensors):
+    """The table of a file that would hold these tensors."""
+    specs = specs_of(tensors)
 
-    `rows` has {name: (first row, rows of the whole)} of tensors of which only some rows are here.
-    """
+    def row(name):
+        return [*specs[name], sha(flat_bytes(tensors[name]).cpu().numpy())]
+
+    return dict(zip(specs, spread(row, threads() + 1, list(specs)), strict=True))
+
+
+def write_file(path, tensors, moved):
+    """Writes and syncs a new file, out of the tensors' own memory; returns its table."""
     specs = specs_of(tensors)
     header, places, _ = lay_out(specs)
 
@@ -143,10 +147,10 @@ def read_file(path, table, buffers=None, count=1, share=(0, 1), moved=lambda: No
             start, end = places[name]
             hashes = start * shares // (size + 1) == own
             digest = hashlib.sha256()
-            with buffers[name]() if buffers else nullcontext() as buffer:
+            with wanted[name]() as buffer:
                 for at in range(start, end, CHUNK_BYTES):
                     stop = min(at + CHUNK_BYTES, end)
-                    chunk = buffer[at - start : stop - start] if buffers else memoryview(bytearray(stop - at))
+                    chunk = buffer[at - start : stop - start] if buffer else memoryview(bytearray(stop - at))
                     _fill(fd, chunk, at, path.name)
                     moved()
                     if hashes:
@@ -158,7 +162,8 @@ def read_file(path, table, buffers=None, count=1, share=(0, 1), moved=lambda: No
                         f"manifest says {stated[:12]}..."
                     )
 
-        spread(read, count, list(places if buffers is None else buffers))  # raises what a thread has raised
+        wanted = buffers or dict.fromkeys(places, nullcontext)
+        spread(read, count, list(wanted))  # raises what a thread has raised
 
 
 def _fill(fd, chunk, at, name):
@@ -177,24 +182,21 @@ def flat_bytes(tensor):
 
 # ---- the copy of the state that a save writes -----------------------------------------------------------
 class Image:
-    """A copy of tensors in one host buffer, which serves every save: `views` by their names."""
+    """A copy of tensors in one host buffer, which serves every save: `views` by their names.
+
+    Every page of the buffer is written at once, so that no save waits for the kernel.
+    """
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.specs = specs_of(tensors)
         self.devices = {tensor.device for tensor in tensors.values()}
-        self.views = {}
-        self.is_pinned = False  # a GPU copies into the buffer by itself
-
-    def open(self) -> None:
-        """Allocates the buffer, once; every page of it is written, so that no save waits for the kernel."""
-        if self.views:
-            return
         _, places, size = lay_out(self.specs)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # unknown to this kernel: then the save after a fork is slower
             memory.madvise(WIPE_ON_FORK)
         buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
-        self.is_pinned = pinned(buffer, self.devices)
+        self.is_pinned = pinned(buffer, self.devices)  # a GPU copies into it by itself
+        self.views = {}
         for name, (start, end) in places.items():
             dtype, shape = self.specs[name]
             self.views[name] = buffer[start:end].view(DTYPES[dtype]).view(shape)
@@ -202,7 +204,6 @@ class Image:
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> None:
         """The one copy that training waits for; call it when nothing that may hang is left on the GPU."""
-        self.open()
         sources = [tensors[name].detach() for name in self.views]
         if sources:
             torch._foreach_copy_(list(self.views.values()), sources, non_blocking=self.is_pinned)

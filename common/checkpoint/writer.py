@@ -4,6 +4,7 @@ From tensors and facts to a folder with a name that counts. A crash (C) between 
 checkpoint before, or both, never neither:
     C  step-N.ID/ is made in this life's staging folder       swept by the next life
     C  model and optimizer written and synced                 swept
+    C  frozen written and synced, or linked: it was synced    swept; the checkpoint before keeps its own name
     C  state.json, manifest.json, last, and the folder synced swept: complete, but not under its name
     C  both read back, as the next start will read them       swept
     C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
@@ -18,34 +19,16 @@ import errno
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import (
-    Damaged,
-    delete,
-    forget,
-    put,
-    read_sealed,
-    refuse_long,
-    sync_folder,
-    sync_lines,
-)
+from common.checkpoint.disk import Damaged, delete, opened, put, sync_folder, sync_lines
 from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
-from common.checkpoint.folder import (
-    ASIDE,
-    FILES,
-    MANIFEST,
-    STATE,
-    committed,
-    folder_name,
-    free_number,
-    numbers_of,
-)
+from common.checkpoint.folder import ASIDE, FROZEN, MANIFEST, STATE, committed, folder_name, free_number
 from common.checkpoint.layout import Layout, Named
-from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
+from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, read_manifest, verify
 from common.sealed import sealed, sha, to_json
 
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -54,17 +37,6 @@ THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 def facts_to_json(facts):
     """state.json's bytes; NaN and infinity, which JSON does not have, become null."""
     return to_json(json.loads(json.dumps(facts), parse_constant=lambda name: None))
-
-
-def _rename(source, target):
-    """False if another one has the name already."""
-    try:
-        os.rename(source, target)
-    except OSError as error:
-        if error.errno not in THERE:
-            raise
-        return False
-    return True
 
 
 def _how_far(facts):
@@ -86,42 +58,27 @@ class Writer:
         self.layout = layout
         self.origin: dict = {}  # in each checkpoint's facts: of the run, not of a step
         self.moved = 0  # chunks written so far: others see that a rescue makes progress
+        self.may_link = True  # False: the disk has shown damage, the next checkpoint has files of its own
 
     # ---- what is there ---------------------------------------------------------------------------------
-    def foreign(self, every: int) -> Path | None:
-        """A checkpoint of another run, which this one would delete some day; UserError for another format.
-
-        One that is kept for ever, as one `every` so many steps, is compared if it is loaded.
-        """
+    def readable(self, least: int = 0) -> Iterator[dict]:
+        """The facts of this run's checkpoints that can be read, down to a step, newest first."""
         for step, folder in committed(self.root):
-            if every and step % every == 0:
-                continue
-            with suppress(Damaged, OSError):
-                if read_manifest(folder)["run"] != self.run:
-                    return folder
-        return None
-
-    def known_origin(self) -> dict:
-        """That of the newest checkpoint of this run that can be read: options.json may be damaged."""
-        for step, folder in committed(self.root):
+            if step < least:  # a rescue does not wait for a disk that fails
+                break
             with suppress(Damaged, OSError):
                 manifest, facts = read_facts(step, folder)
                 if manifest["run"] == self.run:
-                    return facts["origin"]
-        return {}
+                    yield facts
 
     def holds(self, facts: dict) -> bool:
-        """Whether the newest checkpoint that can be read has this state or a later one."""
-        for step, folder in committed(self.root):
-            if step < facts["step"]:
-                break
-            with suppress(Damaged, OSError):
-                return _how_far(read_facts(step, folder)[1]) >= _how_far(facts)
-        return False
+        """Whether the newest checkpoint has this state or a later one."""
+        newest = next(self.readable(facts["step"]), None)
+        return newest is not None and _how_far(newest) >= _how_far(facts)
 
     # ---- a checkpoint ----------------------------------------------------------------------------------
     def commit(self, sources: Named, facts: dict) -> Path:
-        """The folder of the new checkpoint; None if other ranks' parts of it are still missing.
+        """The folder of the new checkpoint.
 
         Raises what has failed twice, as OSError of the disk; Fenced if another life has taken over. After a
         failed write or fsync everything is written again, once, to other files.
@@ -136,16 +93,29 @@ class Writer:
         aside = self._aside(step)
         try:
             os.mkdir(aside, 0o700)
-            files = {
-                name: tensors.write_file(aside / name, sources[kind], self._move)
-                for kind, name in FILES.items()
-            }
+            files = {}
+            for kind, own in sources.items():
+                path = aside / f"{kind}.safetensors"
+                table = self._linked(path, own) if kind == "frozen" else None
+                files[path.name] = table or tensors.write_file(path, own, self._move)
             self._describe(aside, files, facts)
             return self._name(aside, step)
         except Exception:
             delete(aside)
             self.check_staging(step)
             raise
+
+    def _linked(self, path, frozen):
+        """Makes a link to the newest checkpoint's file if it holds these very bytes; returns its table.
+
+        What stands still is compared, not known: a loop may change any weight.
+        """
+        for _, folder in committed(self.root)[: self.may_link]:
+            with suppress(Damaged, OSError):  # this file system has no links, say
+                table = read_manifest(folder)["files"].get(FROZEN)
+                if table == tensors.table_of(frozen):
+                    os.link(folder / FROZEN, path)
+                    return table
 
     def check_staging(self, step: int) -> None:
         """Fenced if the folder is gone. A look may see an old copy of the name; making it asks the server."""
@@ -169,14 +139,15 @@ class Writer:
         From there on a new life waits for it. It takes no file if the rescue is `needless`. `hold_still`
         returns facts that do not change any more.
         """
-
-        def state():
-            return "-".join(map(str, _how_far(hold_still())))
-
-        return rescuing(self.staging / RESCUE, lambda: self.moved, needless, state)
+        return rescuing(
+            self.staging / RESCUE,
+            lambda: self.moved,
+            needless,
+            lambda: "-".join(map(str, _how_far(hold_still()))),
+        )
 
     def _aside(self, step):
-        """A new folder name. A pid is not enough: ranks in two containers may have the same."""
+        """A new folder's name. A pid is not enough: ranks in two containers may have the same."""
         return self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"
 
     def _move(self):
@@ -186,54 +157,48 @@ class Writer:
         """Adds facts and manifest to a folder of this process alone, syncs it, and reads both back."""
         state = facts_to_json(facts | {"origin": self.origin})
         manifest = {
-            "format": FORMAT,
+            "format": FORMATS[FROZEN in files],
             "run": self.run,
             "step": facts["step"],
             "digest": digest_of(files),
             "state": sha(state),
             "files": files,
         }
-        self._put(folder / STATE, state)
-        self._put(folder / MANIFEST, sealed(manifest))
+        put(folder / STATE, state)
+        put(folder / MANIFEST, sealed(manifest))
         sync_folder(folder)
         read_facts(facts["step"], folder)
 
     def _name(self, folder, step):
         sync_lines(self.root.parent, self.fence.life)
         k = free_number(self.root, step)
-        while not _rename(folder, self.root / folder_name(step, k)):
-            k += 1
+        while True:
+            target = self.root / folder_name(step, k)
+            try:
+                os.rename(folder, target)
+                break
+            except OSError as error:
+                if error.errno not in THERE:  # another rank has this name already
+                    raise
+                k += 1
         sync_folder(self.root)
-        return self.root / folder_name(step, k)
+        return target
 
-    def read_back(self, folder: Path) -> None:
+    def read_back(self, step: int, folder: Path) -> None:
         """Reads each byte of a new checkpoint from the disk; Damaged, and it is put aside, if one is wrong.
 
         Call it before older ones are deleted: what a disk has taken it need not give back.
         """
+        for path in folder.iterdir():
+            with opened(path) as fd:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the kernel drops its copy
         try:
-            manifest, _ = read_facts(numbers_of(folder.name)[0], folder)
-            for path, table in manifest["files"].items():
-                forget(folder / path)
-                tensors.read_file(folder / path, table, moved=self._move)
+            verify(step, folder, moved=self._move)
         except Damaged:
             self.put_aside(folder)
+            self.may_link = False
             raise
-
-    # ---- a small file ----------------------------------------------------------------------------------
-    def put_sealed(self, path: Path, value: dict) -> None:
-        """A file with this object and a seal, whole or not at all; it is on the disk then."""
-        self._put(path, sealed(value))
-        sync_folder(path.parent)
-
-    def read_sealed(self, path: Path) -> dict:
-        """The object in such a file; Damaged if its seal is not right."""
-        return read_sealed(path)
-
-    def _put(self, path, data):
-        """Damaged if no start would read it. Two ranks may do it at once."""
-        refuse_long(path, len(data))
-        put(path, data)
+        self.may_link = True
 
     # ---- what goes -------------------------------------------------------------------------------------
     def put_aside(self, folder: Path) -> None:

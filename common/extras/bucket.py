@@ -19,7 +19,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from common.checkpoint import Damaged, checkpoints, describe, newest_first, read_facts
+from common.checkpoint import Damaged, checkpoints, describe, newest_first, read_facts, read_sealed
 from common.errors import UserError, blamed, one_line, say, warn
 
 OPTIONS = "options.json"
@@ -123,7 +123,7 @@ class Bucket:
         for name in names[:1]:
             self._get(f"checkpoints/{name}/{MANIFEST}", seen)
             with suppress(Damaged):
-                manifest = self.writer.read_sealed(seen)
+                manifest = read_sealed(seen)
                 if manifest["run"] != self.writer.run:
                     raise UserError(f"--copy-to {self.url} has another run\ngive each run a URL of its own")
                 return manifest
@@ -173,7 +173,7 @@ class Bucket:
                 self._get(f"checkpoints/{name}/{file}", aside / file)
             for file in read_facts(step, aside)[0]["files"]:
                 self._get(f"checkpoints/{name}/{file}", aside / file)
-            self.writer.read_sealed(aside / OPTIONS)
+            read_sealed(aside / OPTIONS)
         except (Damaged, FileNotFoundError) as error:
             say(f"{self.url}: {name}  damaged: {error}")
             return False

@@ -4,9 +4,10 @@ From this start's values to what that file shall hold from now on, or to a UserE
 differs.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
-from common.checkpoint import Damaged, checkpoints
+from common.checkpoint import Damaged, checkpoints, read_manifest, read_sealed
 from common.errors import UserError, say
 from common.options import with_folder
 from common.world import MAY_DIFFER, bit_facts
@@ -25,12 +26,12 @@ def identify(opts, data, code, device, writer):
         return ours
     refuse_an_older_one(opts)
     path = opts.run_dir / "options.json"
-    foreign = writer.foreign(opts.keep_every)
+    foreign = foreign_checkpoint(opts, writer.run)
     try:
-        first = writer.read_sealed(path)
+        first = read_sealed(path)
     except Damaged as reason:
-        origin = writer.known_origin()
-        if not origin:
+        origin = next((facts["origin"] for facts in writer.readable()), None)
+        if origin is None:
             raise UserError(
                 f"{path}: {reason}; without it this could be another run\n"
                 f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
@@ -61,6 +62,20 @@ def identify(opts, data, code, device, writer):
     if opts.virtual_ranks:
         ours["code"] = first["code"]
     return ours | {"pinned": first["pinned"]}
+
+
+def foreign_checkpoint(opts, run):
+    """A checkpoint of another run, which this one would delete some day; UserError for another format.
+
+    One that is kept for ever, as one --keep-every so many steps, is compared if it is loaded.
+    """
+    for step, folder in checkpoints(opts.run_dir):
+        if opts.keep_every and step % opts.keep_every == 0:
+            continue
+        with suppress(Damaged, OSError):
+            if read_manifest(folder)["run"] != run:
+                return folder
+    return None
 
 
 def refuse_an_older_one(opts):

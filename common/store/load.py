@@ -2,22 +2,21 @@
 
 From the checkpoints that each owner of a folder offers to the tensors and counters of every rank.
 
-All ranks try the offered names together, the newest first. Each rank reads what it needs out of the folder
-it sees, straight into its tensors, with all checks of checkpoint/reader.py. Ranks of one machine that see one
-folder and need the same hash a share of it each: what one of them finds wrong, none of them has read, and
-fingerprints of all that they have read are compared. The first rank that could read it sends facts and tables
-to all. A rank that could not, or that has other bytes under this name, gets each tensor from that one. If no
-rank has all bytes, all try the next name, which overwrites the tensors. What cannot be read, though nothing
-shows that it is damaged, is not passed over: the life ends, and the next one tries again.
+All ranks try the offered names together, the newest first. Each rank reads what it needs out of the folder it
+sees, straight into its tensors, with all checks of checkpoint/reader.py, but hashes only a share of it: the
+ranks compare fingerprints of all that they have read. If these differ, or one rank finds damage, each reads
+again and hashes all. Then the first rank that could read it sends facts and tables to all. A rank that could
+not, or that has other bytes under this name, gets each tensor from that one. If no rank has all bytes, all
+try the next name, which overwrites the tensors. What cannot be read, though nothing shows that it is damaged,
+is not passed over: the life ends, and the next one tries again.
 """
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.checkpoint import Damaged, Layout, Reader, best_of, checkpoints, newest_first
+from common.checkpoint import Damaged, Layout, best_of, checkpoints, newest_first, relay, threads, verify
 from common.errors import UserError, say
-from common.place import this_process
+from common.sealed import sha, to_json
 from common.world import fingerprint_of, gather
 
 
@@ -33,14 +32,15 @@ class Loaded(NamedTuple):
 
 def lay_out(state, world):
     """(this rank's layout, whether its tensors are those of rank 0); call on every rank."""
-    layout = Layout(state.tensors())
+    named = state.net.named_parameters(remove_duplicate=False)
+    layout = Layout(state.tensors(), {name for name, p in named if not p.requires_grad})
     return layout, layout.specs == gather(world, None if world.rank else layout.specs)[0]
 
 
-def load(state, world, reader, owns):
+def load(state, world, layout, run, owns):
     """Loads what this start begins with, and tells what it was; call on every rank.
 
-    `owns`: this rank owns the folder that it sees.
+    `run` is this one, as a manifest has it; `owns`: this rank owns the folder that it sees.
 
     The first of these sources that there is counts, and those after it are ignored:
     1. the run's own folder: the same command starts a run and resumes it
@@ -49,9 +49,10 @@ def load(state, world, reader, owns):
     """
     opts = state.opts
     choices = checkpoints(opts.run_dir)
-    own = load_newest(world, reader, choices, owns)
+    own = load_newest(world, layout, run, choices, owns)
     if own.facts:
-        take_over(state, world, reader, own.facts, own.steps, choices, owns)
+        state.load(own.facts, layout.remembered)
+        take_over(state, world, own.facts, own.steps, choices, owns)
         return own
     if own.steps:
         raise UserError(
@@ -63,15 +64,15 @@ def load(state, world, reader, owns):
     if opts.at or opts.resume != "auto":
         source = opts.fork or opts.resume
         choices = [choice for choice in checkpoints(Path(source)) if opts.at in (0, choice[0])]
-        reader = Reader(reader.layout, world.local_size)
-        other = load_newest(world, reader, choices, owns)
+        other = load_newest(world, layout, "", choices, owns)
         if not other.facts:
             raise UserError(
                 f"{source}: no whole checkpoint of {f'step {opts.at}' if opts.at else 'any step'}\n"
                 f"python -m common.checkpoint {source} says why",
                 code=2 if opts.at else 3,
             )
-        take_over(state, world, reader, other.facts, [], [], owns)
+        state.load(other.facts, layout.remembered)
+        take_over(state, world, other.facts, [], [], owns)
         return Loaded(source)
     if opts.init_from:
         afresh = [name for name in state.tensors()["model"] if name.startswith(opts.init_skip)]
@@ -79,13 +80,12 @@ def load(state, world, reader, owns):
     return Loaded()
 
 
-def take_over(state, world, reader, facts, kept, choices, owns):
-    """Gives the state the facts of a checkpoint whose tensors it has; `kept` are the run's own steps.
+def take_over(state, world, facts, kept, choices, owns):
+    """Looks whether what was saved is still so; `kept` are the run's own steps.
 
     If the best evaluation has no checkpoint in this run, the best one that has one counts. If another
     dataset's order was saved, the epoch begins again.
     """
-    state.load(facts, reader.layout.remembered)
     progress = state.progress
     best = progress.best["step"]
     if best and best not in kept:  # its save failed, or rank 0 died in it; or another run has it
@@ -103,7 +103,7 @@ def take_over(state, world, reader, facts, kept, choices, owns):
 
 
 # ---- the newest checkpoint of any node ------------------------------------------------------------------
-def load_newest(world, reader, choices, owns):
+def load_newest(world, layout, run, choices, owns):
     """Reads the newest checkpoint into the tensors of every rank; call on every rank.
 
     `choices` are those that this rank sees, as (step, folder); owners of a folder offer theirs to all.
@@ -112,31 +112,25 @@ def load_newest(world, reader, choices, owns):
     offered = [[step, name] for name, (step, _) in own.items() if owns]
     steps = {name: step for rows in gather(world, offered) for step, name in rows}
     skipped = []
-    folder = None
-    if choices:  # its numbers on this machine
-        found = os.stat(choices[0][1].parent)
-        folder = found.st_dev, found.st_ino
-    machines = gather(world, [this_process()["machine"], world.rank - world.local_rank, folder])
-    # of each rank the first one of those that share the hashing, as they read the same
-    first = [machines.index(machine) for machine in machines]
-    share = first[: world.rank].count(first[world.rank]), first.count(first[world.rank])
     for name in newest_first(steps):
-        files, facts, *own_row = _read(world, reader, own.get(name), share)
-        rows = gather(world, own_row)
-        unread = {first[rank]: row for rank, row in enumerate(rows) if not row[0]}
-        rows = [unread.get(first[rank], row) for rank, row in enumerate(rows)]
-        marks, damages = zip(*rows, strict=True)
-        mark, damage = rows[world.rank]
+        choice = own.get(name)
+        # a part of the hashing each; unless all have read the same, each reads again, and hashes all
+        for share in dict.fromkeys([(world.rank, world.size), (0, 1)]):
+            files, facts, mark, damage = _read(world, layout, run, choice, share)
+            marks, damages = zip(*gather(world, [mark, damage]), strict=True)
+            loaded = mark != "" and {*marks} == {mark}
+            if loaded:
+                break
         source = _first(marks)
-        loaded = False
-        if source >= 0:
+        if source >= 0 and not loaded:
             files, facts = gather(world, [files, facts] if world.rank == source else None)[source]
-            loaded = len(set(marks)) == 1 or _relay(world, reader, source, own.get(name), files)
+            folder = choice[1] if world.rank == source else None
+            loaded = all(gather(world, relay(layout, files, folder, world.all_sum)))
         if damage and world.rank == _first(damages):
             way = "received from another rank" if loaded else "trying the one before"
             say(f"checkpoints/{name}: {damage}; {way}")
-        if owns and name in own and (damage or not loaded):
-            skipped.append(own[name][1])
+        if owns and choice and (damage or not loaded):
+            skipped.append(choice[1])
         if loaded:
             here = mark == marks[source]
             return Loaded(f"checkpoints/{name}", facts, here, skipped, [*steps.values()])
@@ -148,7 +142,7 @@ def _first(texts):
     return next((rank for rank, text in enumerate(texts) if text), -1)
 
 
-def _read(world, reader, choice, share):
+def _read(world, layout, run, choice, share):
     """(tables, facts, mark, damage) of what this rank has read; waits for all ranks.
 
     It has hashed its `share`; of all that it has read there is a fingerprint in the mark, which the ranks
@@ -158,9 +152,10 @@ def _read(world, reader, choice, share):
     with world.all_or_none():
         try:
             if choice:
-                files, facts, mark = reader.read(*choice, share)
+                files, facts = verify(*choice, layout, run, count=threads(world.local_size), share=share)
+                mark = sha(to_json([files, facts]))
                 if world.size > 1:
-                    kinds = (reader.layout.tensors, reader.layout.remembered)
+                    kinds = (layout.tensors, layout.remembered)
                     mark += str([fingerprint_of(own.values()) for own in kinds])
                 return files, facts, mark, ""
         except Damaged as error:
@@ -173,9 +168,3 @@ def _read(world, reader, choice, share):
                 code=1,
             ) from error
     return {}, {}, "", damage
-
-
-def _relay(world, reader, source, choice, files):
-    """Sends each tensor from rank `source` to all; whether all ranks have all of its bytes then."""
-    folder = choice[1] if world.rank == source else None
-    return all(gather(world, reader.relay(files, folder, world.all_sum)))

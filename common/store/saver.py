@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from common.checkpoint import Image, Still, specs_of
+from common.checkpoint import IdleTimer, Image, specs_of
 from common.device import is_gpu
 from common.errors import UserError, say
 from common.options import extra
@@ -58,14 +58,13 @@ class Saver:
     def _allocate(self):
         if self.prunes:
             self.prune(self.saved["step"])
-        self._make_images(self.state.tensors())
+        self._make_images(self.writer.layout.checked(self.state.tensors()))
 
     def _make_images(self, named):
         """Anew, if more is remembered than before."""
         for kind, tensors in named.items():
             if kind not in self.images or self.images[kind].specs != specs_of(tensors):
                 self.images[kind] = Image(tensors)
-            self.images[kind].open()
 
     def save(self):
         """Copies the state, unless it is saved already; waits for the save before. No collective."""
@@ -93,7 +92,7 @@ class Saver:
         try:
             folder = self.write({kind: image.views for kind, image in self.images.items()}, facts)
             self.is_writing = False
-            self.writer.read_back(folder)
+            self.writer.read_back(facts["step"], folder)
             self.prune(facts["step"])
             seconds = round(time.monotonic() - self.saved_at, 3)
             self.ledger.event("save", step=facts["step"], save_s=seconds)
@@ -128,9 +127,9 @@ class Saver:
 
         A rescue waits only as long as bytes are written: it writes its own files.
         """
-        still = Still()
+        timer = IdleTimer()
         while self.job and futures.wait([self.job], 0.1).not_done and (self.is_writing or not in_rescue):
-            if not still.hangs(self.writer.moved):
+            if not timer.hangs(self.writer.moved):
                 self.state.heartbeat += 1
             elif in_rescue:
                 return
@@ -147,8 +146,9 @@ class Saver:
     # ---- a checkpoint -----------------------------------------------------------------------------
     def write(self, tensors, facts):
         """The folder of the new checkpoint, None if other ranks' parts of it are still missing; or raises."""
+        net = tensors["model"] | tensors.get("frozen", {})
         for name in self.state.names.values():
-            if name in tensors["model"] and not_finite(tensors["model"][name]):
+            if name in net and not_finite(net[name]):
                 raise self.state.diverged(f"step {facts['step']}: {name} is no longer finite")
         return self.writer.commit(tensors, facts)
 
@@ -193,9 +193,9 @@ class Saver:
     def _held_still(self, began):
         """Waits for the end of the step that the main thread is in; then it makes none meanwhile."""
         clock = time.pthread_getcpuclockid(threading.main_thread().ident)
-        still = Still()
+        timer = IdleTimer()
         while not self.state.lock.acquire(timeout=0.1):
-            stands_still = still(time.clock_gettime(clock)) > STEP_SECONDS
+            stands_still = timer(time.clock_gettime(clock)) > STEP_SECONDS
             if stands_still or time.monotonic() - began > LONGEST_SECONDS:
                 raise UserError(
                     f"step {self.state.progress.step + 1} hangs half way, the newest checkpoint stands",

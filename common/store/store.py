@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from common.checkpoint import Damaged, Fence, Reader, Writer, checkpoints
+from common.checkpoint import Damaged, Fence, Writer, checkpoints, put_sealed
 from common.errors import UserError, may_pass, say
 from common.ledger import Ledger, named, newest_lives
 from common.options import Options, code_of
@@ -77,13 +77,14 @@ class CheckpointStore:
         with world.all_or_none():
             if world.local_rank == 0 and world.rank:  # the first ranks of other nodes
                 self._own()
-        loaded = load(state, world, Reader(layout, world.local_size, self.writer.run), self.owns)
+        loaded = load(state, world, layout, self.writer.run, self.owns)
         identity, *_ = gather(world, self.identity)
         began = loaded.facts["origin"]["began"] if loaded.facts else opts.resume  # "auto": at step 0
         self.writer.origin = {name: identity[name] for name in ("data", "pinned", "code")} | {"began": began}
         for folder in loaded.skipped:
             say(f"checkpoints/{folder.name}: put aside, the run goes on after step {state.progress.step}")
             self.writer.put_aside(folder)
+        self.writer.may_link = not loaded.skipped
         if self.owns:
             self._tell_what_is_lost()
         if loaded.here:
@@ -107,9 +108,9 @@ class CheckpointStore:
                 self.fence.claim()
                 self.saver.bucket.fetch()
             self.identity = identify(self.opts, self.fingerprint, self.code, self.world.device, self.writer)
-            if not self.fence.held:
+            if not self.fence.lock:
                 self.fence.claim()
-            self.writer.put_sealed(run_dir / "options.json", marked(self.identity))
+            put_sealed(run_dir / "options.json", marked(self.identity))
         except (OSError, Damaged, UserError) as error:
             self.fence.release()
             if isinstance(error, UserError):
@@ -201,17 +202,17 @@ class CheckpointStore:
     # ---- saving -----------------------------------------------------------------------------------
     @property
     def overdue(self) -> bool:
-        """Whether this rank owns the folder and its clock asks for a save (--save-seconds)."""
+        """Whether this rank owns the folder and its clock asks for a save (--save-seconds).
+
+        `Rescue.consult` tells all: owners on many machines save at one step, and training waits for it once.
+        """
         return self.owns and 0 < self.opts.save_seconds <= time.monotonic() - self.saver.saved_at
 
     def due(self) -> bool:
-        """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
-
-        Parts must be saved at the same step: `Rescue.consult` tells their ranks that a clock asks for it.
-        """
-        clock_asks = self.overdue
+        """Whether this rank should save now."""
+        step = self.state.progress.step
         intervals = (self.opts.save_every, self.opts.keep_every)
-        return clock_asks or any(every and self.state.progress.step % every == 0 for every in intervals)
+        return self.overdue or any(every and step % every == 0 for every in intervals)
 
     def save(self) -> None:
         """Copies the state, if this rank writes it; a thread does the rest."""

@@ -59,7 +59,7 @@ def strike_at(name):
 if __name__ == "__main__":
     for name in (
         *("open", "write", "pwrite", "fsync", "fdatasync", "ftruncate"),
-        *("rename", "mkdir", "unlink", "rmdir"),
+        *("rename", "link", "mkdir", "unlink", "rmdir"),
     ):
         strike_at(name)
     root = Path(__file__).resolve().parents[2]

@@ -19,7 +19,15 @@ from common.checkpoint import checkpoints, describe
 
 FLAGS = (
     *("--model=mlp", "--dataset=random:60x5", "--global-batch-size=8", "--epochs=2", "--seed=1"),
-    *("--save-every=3", "--save-seconds=0", "--keep=2", "--log-every=1", "--audit", "--no-tensorboard"),
+    *(
+        "--freeze=fc1",
+        "--save-every=3",
+        "--save-seconds=0",
+        "--keep=2",
+        "--log-every=1",
+        "--audit",
+        "--no-tensorboard",
+    ),
     *("--device=cpu", "--progress=off"),
 )
 KILLS = ("before", "after", "half")

@@ -13,6 +13,7 @@ import shutil
 
 from stores import (
     SAMPLED,
+    Adapted,
     a_life,
     announced_rescue,
     at_step,
@@ -37,7 +38,7 @@ class Recorder:
     def __init__(self, root, monkeypatch):
         self.root = str(root)
         self.ops = []
-        for name in ("mkdir", "open", "pwrite", "fsync", "rename", "unlink", "rmdir"):
+        for name in ("mkdir", "open", "pwrite", "fsync", "rename", "link", "unlink", "rmdir"):
             monkeypatch.setattr(os, name, self.noting(name, getattr(os, name)))
 
     def noting(self, name, real):
@@ -56,7 +57,7 @@ class Recorder:
                 done = real(target, *args, **more, **{"dir_fd": dir_fd} if dir_fd is not None else {})
             if path != self.root and not path.startswith(self.root + "/"):
                 return done
-            if name == "rename":
+            if name in ("rename", "link"):
                 self.ops.append((name, path, path_of(args[0], None)))
             elif name == "pwrite" and not path.endswith("lock"):
                 self.ops.append(("write", path, (args[1], bytes(args[0][:done]))))
@@ -126,6 +127,9 @@ class Disk:
         elif what == "rename":
             to, as_name, _ = self.at(other)
             self.change((folder, name, None), (to, as_name, inode))
+        elif what == "link":
+            to, as_name, _ = self.at(other)
+            self.change((to, as_name, inode))
         elif what in ("unlink", "rmdir"):
             self.change((folder, name, None))
 
@@ -173,7 +177,7 @@ def record(tmp_path, monkeypatch):
     opts.run_dir.chmod(0o700)
     with monkeypatch.context() as patch:
         recorder = Recorder(opts.run_dir / "checkpoints", patch)
-        with a_life(opts) as life:
+        with a_life(opts, Adapted()) as life:
             for step in (*STEPS, STEPS[-1], STEPS[-1] + 1):
                 at_step(life.state, step)
                 if step == STEPS[-1]:
@@ -195,10 +199,10 @@ def record(tmp_path, monkeypatch):
 @SAMPLED
 def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, monkeypatch, every):
     opts, ops = record(tmp_path / "real", monkeypatch)
-    kinds = "mkdir create write fsync rename unlink rmdir begin announce".split()
+    kinds = "mkdir create write fsync rename link unlink rmdir begin announce".split()
     assert {op[0] for op in ops} == set(kinds)
     disk = Disk(f"{opts.run_dir}/checkpoints")
-    images = images_for(opts)
+    images = images_for(opts, Adapted())
     rng = random.Random(7)
     last = None
     coming = None

@@ -14,7 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from stores import SAMPLED, a_life, damaged, flips, images_for, load, load_into, options, two_checkpoints
+from stores import (
+    SAMPLED,
+    Adapted,
+    a_life,
+    damaged,
+    flips,
+    images_for,
+    load,
+    load_into,
+    options,
+    two_checkpoints,
+)
 
 from common.checkpoint import disk
 from common.checkpoint.folder import committed
@@ -27,10 +38,16 @@ CANARY = "canary"
 
 
 def two_of(tmp_path):
-    """(root, images, [(file, its bytes)] of the newer one of two checkpoints, its tables)"""
-    opts, root = two_checkpoints(tmp_path)
+    """(root, images, [(file, its bytes)] of the newer one of two checkpoints, its tables)
+
+    The two have one file of frozen weights: here each gets one of its own, as a copy of the folder has.
+    """
+    opts, root = two_checkpoints(tmp_path, net=Adapted())
+    shutil.copytree(root, tmp_path / "copy")
+    shutil.rmtree(root)
+    shutil.move(tmp_path / "copy", root)
     files = [(path, path.read_bytes()) for path in sorted((root / "step-00000002").iterdir())]
-    return root, images_for(opts), files, read_manifest(root / "step-00000002")["files"]
+    return root, images_for(opts, Adapted()), files, read_manifest(root / "step-00000002")["files"]
 
 
 def restore(path, data):
@@ -42,7 +59,7 @@ def restore(path, data):
 @SAMPLED
 def test_every_length_of_every_file_but_the_right_one_falls_back(tmp_path, every):
     root, images, files, tables = two_of(tmp_path)
-    assert len(files) == 4 and load(root, images) == (2, True)
+    assert len(files) == 5 and load(root, images) == (2, True)
     for path, data in files:
         edges = (0, len(data) - 1, len(data) + 1, len(data) + 4096)
         for length in [*edges, *range(1 + random.Random(len(data)).randrange(every), len(data) - 1, every)]:
@@ -75,7 +92,7 @@ def test_a_missing_file_and_a_file_of_the_other_checkpoint_fall_back(tmp_path):
         path.unlink()
         assert load(root, images) == (1, True)
         shutil.copy(root / "step-00000001" / path.name, path)
-        assert load(root, images) == (1, True)
+        assert load(root, images) == (2 if path.name == "frozen.safetensors" else 1, True)
         restore(path, data)
 
 

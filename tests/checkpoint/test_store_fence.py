@@ -41,7 +41,7 @@ from common.store import saver
 
 def rank_0_dies(life):
     """This process goes on as another rank of its node."""
-    mine = life.store.fence.held
+    mine = life.store.fence.lock
     mine.stop.set()
     mine.thread.join()
     mine.record["process"] = [1073741824, 1]
@@ -158,7 +158,7 @@ def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypat
     real = os.fdatasync
     lock = tmp_path / "lock"
     monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(lock.read_bytes()), real(fd)))
-    held = fence.Held(lock, seconds=1000)
+    held = fence.Lock(lock, 1000)
     held.record["beat"] += 1
     held.write()
     held.close()
@@ -197,7 +197,7 @@ def test_the_lock_file_may_hold_anything(tmp_path, monkeypatch):
 def test_time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_still(monkeypatch):
     """The file server was away, or this process was stopped: the owner's counter could not move either."""
     now = [100.0]
-    still = fence.Still()
+    still = fence.IdleTimer()
     monkeypatch.setattr(fence.time, "monotonic", lambda: now[0])
     still(7)
     for seconds, expected in ((0.5, 0.5), (60.0, 1.5), (0.5, 2.0)):
@@ -247,8 +247,8 @@ def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing
             except Fenced:
                 first.release()
         if len(calls) == k:
-            holders = [mine for mine in (first, second) if mine.held and not mine.held.stop.is_set()]
-            owns = [mine for mine in holders if mine.held.is_ours()]
+            holders = [mine for mine in (first, second) if mine.lock and not mine.lock.stop.is_set()]
+            owns = [mine for mine in holders if mine.lock.is_ours()]
             assert len(owns) == 1, k
             loser = second if owns[0] is first else first
             assert not loser.staging.exists() and owns[0].staging.is_dir(), k
@@ -445,7 +445,9 @@ def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_pa
     waits = []
     real = fence.wait_for
     monkeypatch.setattr(
-        fence, "wait_for", lambda path, still, deadline: (waits.append(deadline), real(path, still, deadline))
+        fence,
+        "wait_for",
+        lambda path, seconds, end: (waits.append(end), real(path, seconds, end)),
     )
     nodes = [fence.Fence(tmp_path / "run", "a") for _ in range(5)]
     for rank, node in enumerate(nodes, 1):
@@ -453,7 +455,7 @@ def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_pa
     new._sweep([staging.name])
     assert len(waits) == 5 and len(set(waits)) == 1 and not staging.exists()
     for node in nodes:
-        assert node.held.seconds == 10.0
+        assert node.lock.seconds == 10.0
         node.leave()
 
 
@@ -469,6 +471,7 @@ def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start_and_only_th
     (root / ".life-abc.lock").touch()
     (root / ".snapshot").mkdir()  # a filer's own folder is none of our business
     (opts.run_dir / "mine.77.new").touch()  # a person's own file
+    (opts.run_dir / ".new-half").touch()
 
     def rename(old, new):
         if str(old).endswith(".snapshot"):

@@ -1,31 +1,25 @@
 """A test of the tests: each way to break the store, built into one of its functions, makes a test fail;
 unbroken, they pass.
 
-Every mutant lives in a forked child that imports the store anew. It is found in the code, not in the text: in
-a function, an expression or a statement gives way to another one.
+Every mutant lives in a forked child: in the source of a function a few words give way to others, and the
+function gets the code of that.
 """
 
-import ast
 import importlib
-import importlib.util
 import inspect
+import operator
 import os
 import signal
-import sys
-from pathlib import Path
+import textwrap
 
 import pytest
 import ranks
-
-import common
+from test_store_frozen import by_data
 
 DEADLINE = 100
-HOUSE = Path(common.__file__).parent
-MODULES = ["sealed", "world", "world.world", "checkpoint", "store", "rescue"] + [
-    f"{room}.{path.stem}" for room in ("checkpoint", "store") for path in (HOUSE / room).glob("[a-z]*.py")
-]
 CRASH = "crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole"
 BITS = "damage", "every_single_bit_of_every_file_falls_back_when_it_flips", 4
+FROZEN = "frozen", "a_weight_that_moves_though_it_does_not_train_is_written", by_data
 FSYNC = "faults", "a_failed_fsync_is_never_retried_on_the_same_file"
 RETRIED = "faults", "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"
 READS = "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted"
@@ -47,8 +41,8 @@ MUTANTS = {
     ),
     "written in place, without a rename": (
         "checkpoint.writer:Writer._aside",
-        "return self.staging / f'{folder_name(step)}.{uuid.uuid4().hex[:12]}'",
-        "return self.root / folder_name(step)",
+        'self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"',
+        "self.root / folder_name(step)",
         CRASH,
     ),
     "old ones go before the new one is written": (
@@ -60,8 +54,20 @@ MUTANTS = {
     "a failed fsync is overlooked": (
         "checkpoint.disk:new_file",
         "os.fsync(fd)",
-        "with suppress(OSError):\n    os.fsync(fd)",
+        "with suppress(OSError): os.fsync(fd)",
         (*FSYNC, 1),
+    ),
+    "a weight that moved is linked": (
+        "checkpoint.writer:Writer._linked",
+        "table == tensors.table_of(frozen)",
+        "True",
+        FROZEN,
+    ),
+    "what has shown damage is linked": (
+        "checkpoint.writer:Writer.read_back",
+        "self.may_link = False",
+        "pass",
+        ("frozen", "damage_of_the_one_file_is_found_by_the_next_save_and_made_good_by_the_one_after_it"),
     ),
     # what is believed
     "the hash is not compared": (
@@ -78,9 +84,9 @@ MUTANTS = {
     ),
     "the seal is ignored": ("sealed:unsealed", "text + _seal(text) != data", "False", BITS),
     "what cannot be read is taken for damaged": (
-        "checkpoint.disk:patient",
-        "error.errno in WRONG",
-        "True",
+        "store.load:_read",
+        "except Damaged as error:",
+        "except (Damaged, OSError) as error:",
         ("faults", READS, "EIO"),
     ),
     "when all are damaged, it starts afresh": (
@@ -90,7 +96,7 @@ MUTANTS = {
         ("", "when_all_are_damaged_nothing_starts_afresh_by_itself"),
     ),
     "received bytes are not compared": (
-        "checkpoint.reader:Reader.relay",
+        "checkpoint.reader:relay",
         "sha(data) == stated",
         "bool(sha(data))",
         RELAY,
@@ -98,7 +104,7 @@ MUTANTS = {
     # who may write
     "a claim does not look at the name again": (
         "checkpoint.fence:Fence.claim",
-        "not self.held.is_ours()",
+        "not self.lock.is_ours()",
         "False",
         CLAIMS,
     ),
@@ -124,7 +130,7 @@ MUTANTS = {
     ),
     "the best one is pruned": (
         "checkpoint.writer:Writer.prune",
-        "best_of(choices).get('step')",
+        'best_of(choices).get("step")',
         "0",
         ("", "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     ),
@@ -138,40 +144,16 @@ MUTANTS = {
 KILLERS = list({killer: killer for *_, killer in MUTANTS.values()})
 
 
-class Swap(ast.NodeTransformer):
-    """In a tree, what is written `old` gives way to `new`."""
-
-    def __init__(self, old, new):
-        self.old, self.new = (ast.parse(text).body[0] for text in (old, new))
-        if isinstance(self.old, ast.Expr) and isinstance(self.new, ast.Expr):
-            self.old, self.new = self.old.value, self.new.value
-        self.count = 0
-
-    def visit(self, node):
-        if ast.dump(node) == ast.dump(self.old):
-            self.count += 1
-            return self.new
-        return self.generic_visit(node)
-
-
-class Mutating(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Imports the module of one function with `old` replaced by `new` in it."""
-
-    def __init__(self, function, old, new):
-        module, self.function = function.split(":")
-        super().__init__(f"common.{module}", str(HOUSE / f"{module.replace('.', '/')}.py"))
-        self.swap = Swap(old, new)
-
-    def find_spec(self, fullname, path, target=None):
-        return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
-
-    def get_code(self, fullname):
-        tree = function = ast.parse(self.get_data(self.path))
-        for name in self.function.split("."):
-            function = next(node for node in function.body if getattr(node, "name", "") == name)
-        self.swap.visit(function)
-        assert self.swap.count == 1, f"{self.swap.count} times: {ast.unparse(self.swap.old)}"
-        return compile(ast.fix_missing_locations(tree), self.path, "exec")
+def break_it(place, old, new):
+    """Gives a function other code; who has imported it has that, too."""
+    name, path = place.split(":")
+    module = importlib.import_module(f"common.{name}")
+    function = inspect.unwrap(operator.attrgetter(path)(module))
+    text = textwrap.dedent(inspect.getsource(function))
+    assert text.count(old) == 1, f"{text.count(old)} times: {old}"
+    made = {**vars(module)}
+    exec(text.replace(old, new), made)
+    function.__code__ = inspect.unwrap(made[function.__name__]).__code__
 
 
 def run(killer, folder, mutant=None):
@@ -183,15 +165,8 @@ def run(killer, folder, mutant=None):
         try:
             os.setpgid(0, 0)
             signal.alarm(DEADLINE)
-            tests = [name for name in sys.modules if name.startswith("test_store")]
-            for name in [*(f"common.{module}" for module in MODULES), "stores", *tests]:
-                parent, _, leaf = name.rpartition(".")
-                # a package keeps its modules as attributes too
-                vars(sys.modules.get(parent, sys)).pop(leaf, None)
-                sys.modules.pop(name, None)
             if mutant:
-                sys.meta_path.insert(0, Mutating(*mutant[:3]))
-                importlib.import_module(sys.meta_path[0].name)
+                break_it(*mutant[:3])
             module = importlib.import_module("_".join(filter(None, ("test_store", killer[0]))))
             test = getattr(module, f"test_{killer[1]}")
             patch = pytest.MonkeyPatch()

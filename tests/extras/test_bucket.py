@@ -8,7 +8,7 @@ import signal
 import pytest
 from jobs import PACED, ROOT, until
 from s3 import server
-from stores import a_life, is_at, options, resumes_at, save
+from stores import Adapted, a_life, is_at, options, resumes_at, save
 
 from common.extras.bucket import Bucket
 from tests.chaos.checks import digest
@@ -252,6 +252,22 @@ def test_files_that_the_bucket_has_are_not_sent_again(tmp_path, at_will, monkeyp
         copy(life)
     assert {*sent} - {"options.json", "ledger.jsonl", "metrics.jsonl"} == {"state.json", "manifest.json"}
     assert resumes_at(machine(tmp_path, "second"), 1)
+
+
+def test_frozen_weights_are_sent_once_and_another_machine_starts_from_them(tmp_path, at_will, monkeypatch):
+    with a_life(machine(tmp_path, "first"), Adapted()) as life:
+        save(life, 1)
+        copy(life)
+        files = life.store.saver.bucket.files
+        sent = []
+        put = files.put_file
+        monkeypatch.setattr(files, "put_file", lambda fd, path: (sent.append(path), put(fd, path)))
+        save(life, 2)
+        copy(life)
+    names = [path.rpartition("/")[2] for path in sent]
+    assert "model.safetensors" in names and "frozen.safetensors" not in names
+    shutil.rmtree(tmp_path / "copy/checkpoints/step-00000001")
+    assert resumes_at(machine(tmp_path, "second"), 2, Adapted())
 
 
 def test_what_the_disk_keeps_the_bucket_keeps_over_all_machines(tmp_path, at_will):

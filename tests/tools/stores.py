@@ -3,6 +3,7 @@ worlds of one.
 """
 
 import contextlib
+import hashlib
 import os
 import signal
 import uuid
@@ -17,12 +18,12 @@ from refusals import refusal
 from samples import ALONE, state_of
 from torch import nn
 
-from common.checkpoint import Layout, Reader
+from common.checkpoint import Layout
 from common.checkpoint.disk import Damaged
 from common.checkpoint.fence import Fenced
 from common.checkpoint.folder import checkpoints, committed
-from common.checkpoint.reader import read_facts
-from common.checkpoint.tensors import Image, read_file
+from common.checkpoint.reader import read_facts, read_manifest
+from common.checkpoint.tensors import Image, read_file, size_of
 from common.errors import UserError
 from common.options import Options
 from common.store import CheckpointStore
@@ -49,6 +50,20 @@ def tiny_net():
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
+class Adapted(nn.Module):
+    """A tiny net of which some weights, one under two names, do not train; their values tell no step."""
+
+    def __init__(self, frozen=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.still = nn.Linear(3, 2)
+        self.still_too = nn.Linear(3, 2, bias=False)
+        self.still_too.weight = self.still.weight
+        self.still.requires_grad_(not frozen)
+        self.adapter = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+
 def tiny_state(opts, net=None, samples=None):
     net = net or tiny_net()
     state = state_of(net, opts, samples or 10 * opts.global_batch_size)
@@ -66,15 +81,15 @@ def at_step(state, step):
     with state.lock:
         for part in state.tensors().values():
             for name in part:
-                part[name].copy_(expected(part[name], step))
+                part[name].copy_(expected(part[name], step, name))
         state.progress.step = step
         state.progress.epoch = step // 10
         state.progress.position = step % 10
     return state
 
 
-def expected(tensor, step):
-    values = torch.arange(tensor.numel()).reshape(tensor.shape) + step
+def expected(tensor, step, name=""):
+    values = torch.arange(tensor.numel()).reshape(tensor.shape) + (0 if name.startswith("still") else step)
     return values % 2 if tensor.dtype == torch.bool else values.to(tensor.dtype)
 
 
@@ -85,15 +100,17 @@ def is_at(state, step):
         step // 10,
         step % 10,
     ) and all(
-        torch.equal(tensor, expected(tensor, step))
+        torch.equal(tensor, expected(tensor, step, name))
         for part in state.tensors().values()
-        for tensor in part.values()
+        for name, tensor in part.items()
     )
 
 
 def images_are_at(images, step):
     return all(
-        torch.equal(view, expected(view, step)) for image in images.values() for view in image.views.values()
+        torch.equal(view, expected(view, step, name))
+        for image in images.values()
+        for name, view in image.views.items()
     )
 
 
@@ -195,18 +212,15 @@ def two_checkpoints(folder, steps=(1, 2), net=None, **flags):
 
 
 def images_for(opts, net=None):
-    images = {part: Image(tensors) for part, tensors in tiny_state(opts, net).tensors().items()}
-    for image in images.values():
-        image.open()
-    return images
+    return {part: Image(tensors) for part, tensors in tiny_state(opts, net).tensors().items()}
 
 
 def load_into(images, root, said=None):
     """What load_newest finds in the folder; it reads into the views of these images."""
     tensors = {kind: image.views for kind, image in images.items()}
-    layout = Layout(tensors)
+    layout = Layout(tensors, set())
     with heard(said):
-        found = load_newest(world_of_one(), Reader(layout, 1), committed(root), True)
+        found = load_newest(world_of_one(), layout, "", committed(root), True)
     for name, tensor in layout.remembered.items():
         images["optimizer"].views[name].copy_(tensor)
     return found
@@ -240,6 +254,29 @@ def flips(path, every):
             os.pwrite(file.fileno(), bytes([data[at] ^ 1 << bit % 8]), at)
             yield bit, bit // every % 7 == 0
             os.pwrite(file.fileno(), data[at : at + 1], at)
+
+
+def count_hashed_bytes(module):
+    """The lengths of all that `module` hashes from now on."""
+    hashed = []
+
+    class Counted:
+        def __init__(self, data=b""):
+            self.real = hashlib.sha256()
+            self.hexdigest = self.real.hexdigest
+            self.update(data)
+
+        def update(self, data):
+            hashed.append(len(data))
+            self.real.update(data)
+
+    module.hashlib = SimpleNamespace(sha256=Counted)
+    return hashed
+
+
+def bytes_of_tensors(folder):
+    tables = read_manifest(folder)["files"].values()
+    return sum(size_of(*row[:2]) for table in tables for row in table.values())
 
 
 def steps_of(opts):
