@@ -47,7 +47,7 @@ FACTS: dict[str, Any] = {  # a start reads them all
 EMA = "/ema"  # the end of an average's name
 
 
-def read_manifest(folder):
+def read_manifest(folder: Path) -> dict:
     """A checkpoint's manifest; UserError if another version of this code wrote it.
 
     Its step and its digest are for others: they follow from the facts and the tables, which are compared.

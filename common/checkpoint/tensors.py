@@ -79,7 +79,7 @@ def lay_out(specs):
 
 
 # ---- writing and reading --------------------------------------------------------------------------------
-def threads(processes=1):
+def threads(processes: int = 1) -> int:
     """How many threads of this process may hash, if so many processes of this machine hash at once."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // processes))
 

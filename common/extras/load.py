@@ -1,6 +1,7 @@
 """The net of a run with its weights."""
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from common.models import build_model
 from common.options import Options, read_options
 
 # of a loop of one's own: a function that returns its net asks for nothing
-NOT_KNOWN = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}
+NOT_KNOWN: dict[str, Any] = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}
 
 
 def load(run: str | Path, which: str | int, model: str) -> nn.Module:
