@@ -31,7 +31,7 @@ COLLECTIVE |= {"training/replicas", "extras/bits"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
     "training": 9900,
-    "checkpoint": 7530,
+    "checkpoint": 7540,
     "options": 4700,
     "store": 4420,
     "rescue": 4120,
