@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from common.data import batches
+from common.data import Batch, batches
 from common.device import gpus
 from common.sampler import ElasticSampler, seed
 from common.training.modes import Modes
@@ -72,7 +72,7 @@ class Plain(Watched):
             parts = [(batch.ids, placed(batch.data, self.device, opts))]
             for _ in self.parts:
                 seed(opts.seed, "step", progress.step - progress.turn, 0)
-                yield batch._replace(parts=parts)
+                yield Batch(parts, batch.size)
                 self.note()
 
     def step(self, loss, count=None):

@@ -369,7 +369,8 @@ def weights(run):
     from safetensors.torch import load_file
 
     newest = max((Path(run) / "checkpoints").glob("step-*"))
-    optimizer = load_file(newest / "optimizer.safetensors")
-    return load_file(newest / "model.safetensors") | {
-        f"optimizer {name}": optimizer[name] for name in optimizer
-    }
+    found = {}
+    for path in newest.glob("*.safetensors"):
+        prefix = "optimizer " if path.stem == "optimizer" else ""
+        found |= {prefix + name: tensor for name, tensor in load_file(path).items()}
+    return found

@@ -6,10 +6,9 @@ import time
 
 import pytest
 import torch
-from jobs import children, state, until
+from jobs import Jobs, children, state, until
 from ranks import fork_ranks
 from stores import child
-from warm_torchrun import _start as start
 
 
 def test_the_first_rank_to_fail_is_reported_first_with_its_traceback_and_nothing_stays():
@@ -38,10 +37,9 @@ def test_a_rank_that_hangs_is_killed_at_the_deadline():
 
 def test_what_a_test_has_started_ends_with_a_pytest_that_is_killed(tmp_path):
     (tmp_path / "endless.py").write_text("import signal\nsignal.pause()\n")
-    request = {"id": 0, "argv": ["endless.py"], "env": dict(os.environ), "cwd": tmp_path, "out": "said"}
 
     def start_and_wait():
-        (tmp_path / "pid").write_text(f"{start(request)['pid']} ")
+        (tmp_path / "pid").write_text(f"{Jobs(tmp_path).start('endless.py').pid} ")
         signal.pause()
 
     with child(start_and_wait):
