@@ -44,12 +44,6 @@ def marked(value: Facts) -> Facts:
     return value | {"mark": hmac.new(own_key(), to_json(value), "sha256").hexdigest()}
 
 
-def is_marked(value: Facts) -> bool:
-    """Whether this user has marked the object."""
-    rest = {name: part for name, part in value.items() if name != "mark"}
-    return own_key() != b"" and marked(rest) == value
-
-
 def own_key() -> bytes:
     """32 bytes that only this user can read, made where there are none; empty where none can be made."""
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import Damaged, checkpoints, describe, read_facts
+from common.checkpoint import Damaged, checkpoints, read_facts, threads, verify
 from common.errors import UserError
 from common.ledger import Life, deaths_of, named, newest_lives
 from common.options import Options, commit, extra, read_options
@@ -29,7 +29,8 @@ def complete(opts: Options) -> str:
         ended_well = any(event["step"] == step for event in named(last, "done"))
         is_last = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
         is_same = not opts.compare(read_options(opts.run_dir))
-        if is_last and ended_well and is_same and describe(step, folder)[0]:
+        if is_last and ended_well and is_same:
+            verify(step, folder, count=threads())
             return (
                 f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole\n"
                 "--epochs N trains on, --run-dir NEW begins another"

@@ -115,7 +115,7 @@ def disturb(command, run, moments, then):
 
 def report(calm, run, kills, missing):
     """Prints the table; returns the exit code."""
-    from common.checkpoint import weights_of  # imports torch
+    from common.extras.chosen import weights_of  # imports torch
 
     lives = lives_of(run)
     worlds = [life[0]["world"] for life in lives]

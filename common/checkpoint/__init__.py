@@ -2,8 +2,8 @@
 
 from common.checkpoint.disk import Damaged, put_sealed, read_sealed
 from common.checkpoint.fence import Fence, IdleTimer
-from common.checkpoint.folder import checkpoints, newest_first
+from common.checkpoint.folder import OPTIMIZER, checkpoints, newest_first
 from common.checkpoint.layout import Layout, facts_of
-from common.checkpoint.reader import best_of, describe, read_facts, read_manifest, relay, verify, weights_of
-from common.checkpoint.tensors import Image, specs_of, threads
+from common.checkpoint.reader import best_of, digest_of, read_facts, read_manifest, verify
+from common.checkpoint.tensors import Image, read_file, specs_of, threads
 from common.checkpoint.writer import Writer

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from common.checkpoint.folder import checkpoints
-from common.checkpoint.reader import choose, describe, weights_of
 from common.errors import UserError, run_command, say
+from common.extras.chosen import choose, describe, weights_of
 from common.options import as_imagefolder, read_options
 
 

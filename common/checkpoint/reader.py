@@ -13,19 +13,13 @@ memory is allocated. What fails a check is Damaged. An OSError that stays proves
 """
 
 import stat
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 import common.checkpoint.tensors as tensors
 from common.checkpoint.disk import Damaged, as_written, opened, parse_json, patient, read_small, unseal
-from common.checkpoint.folder import FROZEN, MANIFEST, MODEL, OPTIMIZER, STATE, checkpoints
+from common.checkpoint.folder import FROZEN, MANIFEST, MODEL, OPTIMIZER, STATE
 from common.checkpoint.layout import Layout
 from common.errors import UserError
 from common.sealed import sha, to_json
@@ -44,7 +38,6 @@ FACTS: dict[str, Any] = {  # a start reads them all
     "data": dict,
     "origin": dict,  # of the run: its data, what decides its bits, its code, what it began with
 }
-EMA = "/ema"  # the end of an average's name
 
 
 def read_manifest(folder: Path) -> dict:
@@ -115,27 +108,6 @@ def verify(
     return files, facts
 
 
-def relay(layout: Layout, files: dict, folder: Path | None, all_sum: Callable[[Tensor], Tensor]) -> bool:
-    """Sends each tensor from the rank that names its `folder` to all; whether all bytes are right here.
-
-    `all_sum` adds up the bytes of all ranks, which are zeros but for those of the sender.
-    """
-    right = True
-    for path, table in files.items():
-        buffers = layout.buffers(path, table)
-        for name, (dtype, shape, stated) in table.items():
-            piece = torch.zeros(tensors.size_of(dtype, shape), dtype=torch.uint8)
-            data = memoryview(piece.numpy())
-            if folder:
-                with suppress(Damaged, OSError):  # then the bytes are wrong, and all ranks see that
-                    tensors.read_file(folder / path, table, {name: partial(nullcontext, data)})
-            all_sum(piece)
-            right = right and sha(data) == stated  # a rank that left here would let the others hang
-            with buffers[name]() as buffer:
-                buffer[:] = data
-    return right
-
-
 # ---- checkpoints of a run ------------------------------------------------------------------------------
 def digest_of(files):
     """One SHA-256 over all tensors, their names, types and shapes, whether or not they are frozen."""
@@ -157,57 +129,3 @@ def best_of(choices: list[tuple[int, Path]]) -> dict:
             if best["step"] in dict(choices):
                 return best
     return {}
-
-
-def describe(step: int, folder: Path) -> tuple[bool, str]:
-    """(whether it is whole, a line about it that ends with its digest or the damage); reads each byte."""
-    try:
-        files, _ = verify(step, folder, count=tensors.threads())
-    except Damaged as reason:
-        return False, f"{folder.name}  damaged: {reason}"
-    except OSError as error:  # even some seconds later: its content is unknown
-        return False, f"{folder.name}  could not be read: {error}"
-    size = sum(tensors.lay_out(table)[2] for table in files.values())
-    return True, f"{folder.name}  whole  {size:,} bytes  {digest_of(files)}"
-
-
-def choose(path, which):
-    """(step, folder, line about it) of the "newest" whole checkpoint at `path`, the "best", or a step's."""
-    choices = checkpoints(path)
-    if not choices and not (path / "checkpoints").is_dir():
-        raise UserError(
-            f"{path} is no run folder: it has no checkpoints/\n"
-            "python -m common.checkpoint RUN lists those of a run"
-        )
-    step = which
-    if which == "best":
-        best = best_of(choices)
-        if not best:
-            raise UserError(f"{path}: it has no evaluated checkpoint\ntake the newest one", code=3)
-        step = best["step"]
-    for number, folder in choices:
-        if step in (number, "newest"):
-            whole, line = describe(number, folder)
-            if whole:
-                return number, folder, line
-            if not folder.exists():  # a run that trains has deleted it: it has a newer one
-                return choose(path, which)
-    raise UserError(
-        f"{path}: no whole checkpoint ({step})\npython -m common.checkpoint {path} lists them", code=3
-    )
-
-
-def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
-    """(weights, facts) of a run's "newest" or "best" checkpoint, or of a step; averages are the weights.
-
-    Tied weights keep their first name.
-    """
-    step, folder, _ = choose(path, which)
-    manifest, facts = read_facts(step, folder)
-    weights = {}
-    for file in manifest["files"].keys() - {OPTIMIZER}:
-        weights |= load_file(folder / file)
-    for name, tensor in load_file(folder / OPTIMIZER).items():
-        if name.endswith(EMA):
-            weights[name.removesuffix(EMA)] = tensor
-    return {name: tensor for name, tensor in weights.items() if name not in facts["tied"]}, facts

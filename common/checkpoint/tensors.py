@@ -18,6 +18,7 @@ from torch import Tensor
 from common.checkpoint.disk import Damaged, new_file, opened, patient, write_at
 from common.device import mark, wait_by_asking
 from common.errors import UserError
+from common.options import extra
 from common.sealed import sha
 
 DTYPES = {
@@ -195,7 +196,8 @@ class Image:
         with suppress(OSError):  # unknown to this kernel: then the save after a fork is slower
             memory.madvise(WIPE_ON_FORK)
         buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
-        self.is_pinned = pinned(buffer, self.devices)  # a GPU copies into it by itself
+        on_one_gpu = [device.type for device in self.devices] == ["cuda"]
+        self.is_pinned = on_one_gpu and extra("pinned")(buffer, *self.devices)  # it copies by itself
         self.views = {}
         for name, (start, end) in places.items():
             dtype, shape = self.specs[name]
@@ -209,19 +211,3 @@ class Image:
             torch._foreach_copy_(list(self.views.values()), sources, non_blocking=self.is_pinned)
             for device in self.devices:
                 wait_by_asking(mark(device))
-
-
-def pinned(buffer, devices):
-    """Locks the pages of a buffer, so that the one GPU that holds all copies into it; False if it cannot.
-
-    Memory that torch allocates for that is as large as the next power of two.
-    """
-    if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
-        return False
-    (device,) = devices
-    with torch.cuda.device(device):
-        refused = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
-    if refused:
-        with suppress(RuntimeError):  # CUDA keeps the error for the next call: let it be this one
-            torch.zeros(1, device=device)
-    return not refused

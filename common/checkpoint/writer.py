@@ -29,6 +29,7 @@ from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
 from common.checkpoint.folder import ASIDE, FROZEN, MANIFEST, STATE, committed, folder_name, free_number
 from common.checkpoint.layout import Layout, Named
 from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, read_manifest, verify
+from common.options import Options
 from common.sealed import sealed, sha, to_json
 
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -213,10 +214,10 @@ class Writer:
             delete(aside)
             os.rename(passing, aside)
 
-    def prune(self, step: int, keep: int, every: int, agreed: int) -> None:
+    def prune(self, step: int, opts: Options, agreed: int) -> None:
         """Deletes checkpoints that need not be kept, and then what was put aside, too."""
         choices = committed(self.root)
-        kept = self.kept(choices, step, best_of(choices).get("step"), keep, every, agreed)
+        kept = self.kept(choices, step, best_of(choices).get("step"), opts, agreed)
         extra = [folder for _, folder in choices if folder not in kept]
         if extra:
             extra += self.root.glob(f"{ASIDE}*")
@@ -227,14 +228,15 @@ class Writer:
                 delete(gone)
 
     @staticmethod
-    def kept(choices: list, step: int, best: int | None, keep: int, every: int, agreed: int) -> list:
+    def kept(choices: list, step: int, best: int | None, opts: Options, agreed: int) -> list:
         """The folders among the `choices`, (step, folder), newest first, that need to be kept.
 
-        These are this step, the newest `keep`, one `every` so many steps, the best, and the newest one up to
+        These are this step, the newest (--keep), those of --keep-every, the best, and the newest one up to
         the step on which all ranks `agreed`.
         """
         latest = dict(reversed(choices))  # of each step the latest facts
         steps = sorted(latest, reverse=True)
         newest_agreed = max((number for number in steps if number <= agreed), default=step)
-        kept = {step, best, newest_agreed, *steps[:keep]}
+        kept = {step, best, newest_agreed, *steps[: opts.keep]}
+        every = opts.keep_every
         return [latest[number] for number in steps if number in kept or every and number % every == 0]

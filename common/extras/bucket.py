@@ -19,8 +19,9 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from common.checkpoint import Damaged, checkpoints, describe, newest_first, read_facts, read_sealed
+from common.checkpoint import Damaged, checkpoints, newest_first, read_facts, read_sealed
 from common.errors import UserError, blamed, one_line, say, warn
+from common.extras.chosen import describe
 
 OPTIONS = "options.json"
 LOGS = "*.jsonl"  # metrics, and each machine's ledger
@@ -101,9 +102,8 @@ class Bucket:
 
     def _prune(self, step, best):
         """As on the disk; and what an upload that was killed has left."""
-        opts = self.saver.state.opts
         whole = [(step_of(name), name) for name in self._names()]
-        kept = self.writer.kept(whole, step, best, opts.keep, opts.keep_every, self.saver.agreed)
+        kept = self.writer.kept(whole, step, best, self.saver.state.opts, self.saver.agreed)
         self._delete([name for name in self._names("") if name not in kept and step_of(name) <= step])
 
     def _delete(self, names):

@@ -1,9 +1,8 @@
 """A run that shares its first steps with another one (--fork RUN --at STEP), and its flags. No torch here."""
 
 from common.errors import UserError
-from common.extras.own_files import refuse_foreign_code
+from common.extras.own_files import is_marked, refuse_foreign_code
 from common.options import FLAGS, OF_A_MACHINE, read_options, read_run
-from common.sealed import is_marked
 
 NOT_INHERITED = {"resume", "max_steps", "eval_only"}
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from common.checkpoint import weights_of
 from common.data import DataFacts
 from common.errors import UserError
+from common.extras.chosen import weights_of
 from common.extras.own_files import refuse_foreign_code
 from common.models import build_model
 from common.options import Options, read_options

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.errors import UserError, blamed
 from common.options import files_of, find_function, flag_of, read_run, text_of
-from common.sealed import is_marked
+from common.sealed import Facts, marked, own_key
 
 
 def call_user(place: str, *arguments: object, first: bool = False) -> Any:
@@ -75,3 +75,9 @@ def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:
                 "have not begun\n"
                 f"read it; if you trust it, name it yourself: {flag_of(name)} {value}"
             )
+
+
+def is_marked(value: Facts) -> bool:
+    """Return whether this user has marked the object."""
+    rest = {name: part for name, part in value.items() if name != "mark"}
+    return own_key() != b"" and marked(rest) == value

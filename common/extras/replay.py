@@ -19,8 +19,9 @@ import tempfile
 from itertools import chain, pairwise
 from pathlib import Path
 
-from common.checkpoint import checkpoints, describe, read_facts
+from common.checkpoint import checkpoints, read_facts
 from common.errors import UserError, run_command, say
+from common.extras.chosen import describe
 from common.ledger import lives_of, named
 from common.options import read_options
 

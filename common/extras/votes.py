@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.data import Batch, batches
+from common.errors import UserError
 from common.extras.bits import SliceGradient, Slices, gradient_of
 from common.sampler import ElasticSampler, hash_seed, share
 from common.training import TrainState
@@ -60,6 +61,19 @@ class VotedGradient(SliceGradient):
             self.parts.append(slice_of(self.checked, self.split, self.state))
         else:
             self.odd = odd_ranks(*self.votes, f"slice {self.checked}", self.state, self.world)
+
+
+def count_votes(store, odd):
+    """Let all ranks agree on this step, or end the run if `odd` names one of them."""
+    if odd:
+        store.roll_back(
+            UserError(
+                f"{odd}; going back to step {store.saver.agreed} or before, on which ranks agreed\n"
+                "keep the run off that device, then start the same command again",
+                code=7,
+            )
+        )
+    store.saver.agreed = store.state.progress.step
 
 
 def bits_of(slices, output, tail):

@@ -42,7 +42,10 @@ EXTRAS: dict[
     "torchvision": "common.extras.nets:build_torchvision",
     "lazy": "common.extras.nets:make_lazy_weights",
     "init_from": "common.extras.weights:load_weights",
+    "init_source": "common.extras.weights:source_of",  # with init_from
     "fork": "common.extras.fork:inherited",
+    "another_run": "common.extras.another_run:load",  # with fork or resume
+    "older_one": "common.extras.another_run:refuse_an_older_one",  # with resume
     "freeze": "common.extras.weights:freeze",
     "load": "common.extras.load:load",
     "tokens": "common.extras.text:refuse_unshifted",
@@ -52,6 +55,8 @@ EXTRAS: dict[
     "virtual_ranks": "common.extras.bits:gradient_of_slices",
     "bit_facts": "common.extras.bits:facts",  # with virtual_ranks
     "cross_check": "common.extras.votes:VotedGradient",
+    "count_votes": "common.extras.votes:count_votes",
+    "digest_every": "common.extras.digests:note_digest",
     "rehearsed": "common.extras.rehearsed:was_rehearsed",  # of code of one's own
     "copy_to": "common.extras.bucket:Bucket",
     "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
@@ -59,6 +64,8 @@ EXTRAS: dict[
     "in_arguments": "common.extras.arguments:in_arguments",
     "mean": "common.extras.all_ranks:mean",
     "gather": "common.extras.all_ranks:rows",
+    "relay": "common.extras.relay:relay",  # to ranks that cannot read a checkpoint
+    "pinned": "common.extras.pinned:pinned",  # on one GPU
     "turns": "common.extras.turns:Turns",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE

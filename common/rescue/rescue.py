@@ -213,13 +213,13 @@ class Rescue:
         step = self.state.progress.step
         already = Saved(f"step {step} was saved already" if step else "no step was made yet")
         try:
-            words, whole = self.store.rescue(way.name.lower())
+            words = self.store.rescue(way.name.lower())
         except Exception as failure:
             code = failure.code if isinstance(failure, UserError) else 4
             if code == FENCED and self.watch.parting:  # all ranks have met: rank 0 has let go of the run
                 return already
             return Saved(f"step {step} is not saved: {in_words(failure)}", failure=code)
-        return Saved(words, whole) if words else already
+        return Saved(words, whole=True) if words else already
 
     def _end_of_the_peer(self):
         """Return (way, cause) after the save: a launcher knows by now how the peer ended."""

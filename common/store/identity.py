@@ -5,11 +5,10 @@ differs.
 """
 
 from contextlib import suppress
-from pathlib import Path
 
 from common.checkpoint import Damaged, checkpoints, read_manifest, read_sealed
 from common.errors import UserError, say
-from common.options import with_folder
+from common.options import extra, with_folder
 from common.world import MAY_DIFFER, bit_facts
 
 
@@ -24,7 +23,8 @@ def identify(opts, data, code, device, writer):
     ours = {"options": options, "data": data, "pinned": pinned, "code": code}
     if not opts.is_bound:
         return ours
-    refuse_an_older_one(opts)
+    if opts.resume != "auto":
+        extra("older_one")(opts)
     path = opts.run_dir / "options.json"
     foreign = foreign_checkpoint(opts, writer.run)
     try:
@@ -76,14 +76,3 @@ def foreign_checkpoint(opts, run):
             if read_manifest(folder)["run"] != run:
                 return folder
     return None
-
-
-def refuse_an_older_one(opts):
-    """UserError if --resume names a checkpoint of this very run, unless it is the newest."""
-    choices = checkpoints(opts.run_dir)
-    root = (opts.run_dir / "checkpoints").resolve()
-    if Path(opts.resume).resolve() in [root / folder.name for _, folder in choices[1:]]:
-        raise UserError(
-            f"--resume {opts.resume}: this run resumes from its newest checkpoint, step {choices[0][0]}\n"
-            "leave it out to resume there; to go back to that step, give a --run-dir of its own too"
-        )

@@ -14,8 +14,9 @@ is not passed over: the life ends, and the next one tries again.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.checkpoint import Damaged, Layout, best_of, checkpoints, newest_first, relay, threads, verify
+from common.checkpoint import Damaged, Layout, best_of, checkpoints, newest_first, threads, verify
 from common.errors import UserError, say
+from common.options import extra
 from common.sealed import sha, to_json
 from common.world import fingerprint_of, gather
 
@@ -62,21 +63,9 @@ def load(state, world, layout, run, owns):
             code=3,
         )
     if opts.at or opts.resume != "auto":
-        source = opts.fork or opts.resume
-        choices = [choice for choice in checkpoints(Path(source)) if opts.at in (0, choice[0])]
-        other = load_newest(world, layout, "", choices, owns)
-        if not other.facts:
-            raise UserError(
-                f"{source}: no whole checkpoint of {f'step {opts.at}' if opts.at else 'any step'}\n"
-                f"python -m common.checkpoint {source} says why",
-                code=2 if opts.at else 3,
-            )
-        state.load(other.facts, layout.remembered)
-        take_over(state, world, other.facts, [], [], owns)
-        return Loaded(source)
+        return extra("another_run")(state, world, layout, owns)
     if opts.init_from:
-        afresh = [name for name in state.tensors()["model"] if name.startswith(opts.init_skip)]
-        return Loaded(opts.init_from + (f"; {', '.join(afresh)} begin afresh" if afresh else ""))
+        return Loaded(extra("init_source")(state))
     return Loaded()
 
 
@@ -123,9 +112,7 @@ def load_newest(world, layout, run, choices, owns):
                 break
         source = _first(marks)
         if source >= 0 and not loaded:
-            files, facts = gather(world, [files, facts] if world.rank == source else None)[source]
-            folder = choice[1] if world.rank == source else None
-            loaded = all(gather(world, relay(layout, files, folder, world.all_sum)))
+            facts, loaded = extra("relay")(world, layout, source, choice, [files, facts])
         if damage and world.rank == _first(damages):
             way = "received from another rank" if loaded else "trying the one before"
             say(f"checkpoints/{name}: {damage}; {way}")

@@ -145,7 +145,7 @@ class Saver:
 
     # ---- a checkpoint -----------------------------------------------------------------------------
     def write(self, tensors, facts):
-        """The folder of the new checkpoint, None if other ranks' parts of it are still missing; or raises."""
+        """The folder of the new checkpoint; UserError if a weight is no number any more."""
         net = tensors["model"] | tensors.get("frozen", {})
         for name in self.state.names.values():
             if name in net and not_finite(net[name]):
@@ -154,14 +154,13 @@ class Saver:
 
     def prune(self, step):
         """Deletes checkpoints that are older than this step and need not be kept."""
-        opts = self.state.opts
-        self.writer.prune(step, opts.keep, opts.keep_every, self.agreed)
+        self.writer.prune(step, self.state.opts, self.agreed)
 
     # ---- in a rescue ------------------------------------------------------------------------------
     def rescue(self, why):
-        """Saves the newest whole step; (what this rank has saved, in words, whether the checkpoint is whole).
+        """Saves the newest whole step; what this rank has saved, in words; "" if that was saved already.
 
-        Without words it was saved already. The rescue is announced before anything that waits: from there on
+        The rescue is announced before anything that waits: from there on
         a new life waits for this one.
         """
         state = self.state
@@ -183,11 +182,10 @@ class Saver:
             if state.spoiled:
                 raise state.spoiled
             if not is_asked:
-                return "", False
+                return ""
             self.wait(in_rescue=True)
             state.wait_for_update()
-            saved = self._write_live(why, began)
-        return saved
+            return self._write_live(why, began)
 
     @contextmanager
     def _held_still(self, began):
@@ -207,18 +205,18 @@ class Saver:
             self.state.lock.release()
 
     def _write_live(self, why, began):
-        """(what was saved, in words, whether the checkpoint is whole); no words if it was there."""
+        """What was saved, in words."""
         facts = self.state.facts()
         step = facts["step"]
         if not step or self.writer.holds(facts):  # without a step this is no run yet: its options may change
-            return "", False
+            return ""
         tensors = {}
         for kind, own in self.writer.layout.checked(self.state.tensors()).items():
             # with their strides: for other ones the GPU would have to load a kernel
             tensors[kind] = {name: tensor.cpu() for name, tensor in own.items()}
         self.write(tensors, facts)
         self.ledger.event("rescue", step=step, why=why, rescue_s=round(time.monotonic() - began, 3))
-        return f"step {step} saved by rank {self.rank}", True
+        return f"step {step} saved by rank {self.rank}"
 
 
 def not_finite(tensor):

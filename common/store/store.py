@@ -16,18 +16,13 @@ import torch
 from common.checkpoint import Damaged, Fence, Writer, checkpoints, put_sealed
 from common.errors import UserError, may_pass, say
 from common.ledger import Ledger, named, newest_lives
-from common.options import Options, code_of
+from common.options import Options, code_of, extra
 from common.sealed import marked
 from common.store.identity import identify
 from common.store.load import lay_out, load
 from common.store.saver import Saver
 from common.training import TrainState
 from common.world import WATCHED, World, bit_facts, fingerprint_of, gather, same_everywhere
-
-
-def in_order(tensors):
-    """Tensors by name in one order: what is remembered comes in that of its first step, or of a file."""
-    return [tensors[name] for name in sorted(tensors)]
 
 
 class CheckpointStore:
@@ -143,7 +138,8 @@ class CheckpointStore:
         tensors = state.tensors()["model"]
         if state.memory:
             tensors |= state.memory.tensors()
-        rows = gather(self.world, [fingerprint_of(in_order(tensors)), step])
+        by_name = [tensors[name] for name in sorted(tensors)]  # a memory's have the order of its first step
+        rows = gather(self.world, [fingerprint_of(by_name), step])
         odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
         life_begins = self.saver.agreed < 0
         if not odd:
@@ -168,18 +164,6 @@ class CheckpointStore:
                 "that writes to them, other versions of a library, or a device that computes wrongly"
             )
         )
-
-    def count_votes(self, odd: str) -> None:
-        """After a --cross-check: all ranks agree on this step, or the run ends if `odd` names one of them."""
-        if odd:
-            self.roll_back(
-                UserError(
-                    f"{odd}; going back to step {self.saver.agreed} or before, on which ranks agreed\n"
-                    "keep the run off that device, then start the same command again",
-                    code=7,
-                )
-            )
-        self.saver.agreed = self.state.progress.step
 
     def roll_back(self, error: Exception) -> NoReturn:
         """Ends this life: this state is not to be believed, nor what was saved since all ranks agreed."""
@@ -220,25 +204,18 @@ class CheckpointStore:
             self.saver.save()
 
     def check(self) -> None:
-        """After each step: notes its digest if one is due; reports failed saves."""
-        self._note_digest()
+        """After each step: notes its digest if one is asked for; reports failed saves."""
         if self.owns:
+            if self.opts.digest_every:
+                extra("digest_every")(self.state, self.ledger)
             self.saver.allocate()
         self.saver.report()
 
-    def _note_digest(self):
-        """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
-        state = self.state
-        every = self.opts.digest_every
-        if every and self.owns and state.progress.step % every == 0:
-            sums = {kind: fingerprint_of(in_order(own)) for kind, own in state.tensors().items()}
-            self.ledger.event("digest", step=state.progress.step, **sums)
-
     # ---- the end of a life ------------------------------------------------------------------------
-    def rescue(self, why: str = "") -> tuple[str, bool]:
-        """Saves the newest whole step; (what this rank has saved, in words, whether the checkpoint is whole).
+    def rescue(self, why: str = "") -> str:
+        """Saves the newest whole step; what this rank has saved, in words; "" if that was saved already.
 
-        Without words it was saved already. No collective.
+        No collective.
         """
         try:
             return self.saver.rescue(why)

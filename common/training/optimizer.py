@@ -118,6 +118,12 @@ def take_state(optimizer, names, tensors):
         number, dot, rest = key.partition(".")
         part = parts[int(number)] if dot else parts[0]
         p = weights[weight]
+        if id(p) not in groups:
+            raise UserError(
+                f"{name} is in the checkpoint, but {weight} is in no group of the optimizer any more\n"
+                "keep the weight in its group: one that is frozen may stay there, and takes no step\n"
+                "or begin another run with the exported weights"
+            )
         group = groups[id(p)]
         on_device = tensor.dim() or group.get("fused") or group.get("capturable")
         part.state[p][rest or key] = tensor.to(p.device if on_device else "cpu")

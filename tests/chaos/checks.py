@@ -86,7 +86,7 @@ def weights_equal(run, reference, bitwise):
 
 def digest(run):
     """The word that `python -m common.checkpoint RUN --digest` ends with."""
-    from common.checkpoint.reader import choose
+    from common.extras.chosen import choose
 
     return choose(run, "newest")[2].split()[-1]
 

@@ -15,7 +15,8 @@ from collections import Counter
 
 from jobs import audit, events
 
-from common.checkpoint import checkpoints, describe
+from common.checkpoint import checkpoints
+from common.extras.chosen import describe
 
 FLAGS = (
     *("--model=mlp", "--dataset=random:60x5", "--global-batch-size=8", "--epochs=2", "--seed=1"),

@@ -29,8 +29,10 @@ from torch import nn
 from common.checkpoint import tensors
 from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
-from common.checkpoint.reader import choose, read_facts, read_manifest
+from common.checkpoint.reader import read_facts, read_manifest
 from common.errors import UserError
+from common.extras.chosen import choose
+from common.options import extra
 
 
 def fails(*_):
@@ -236,7 +238,7 @@ def test_memory_that_a_gpu_does_not_lock_serves_too_and_its_error_is_heard_by_no
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     monkeypatch.setattr(torch, "zeros", lambda *_, **where: asked.append(where["device"]))
     gpu = torch.device("cuda", 1)
-    assert not tensors.pinned(torch.ones(3), {gpu}) and asked == [gpu]
+    assert not extra("pinned")(torch.ones(3), gpu) and asked == [gpu]
 
 
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path):

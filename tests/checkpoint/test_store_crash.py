@@ -24,8 +24,8 @@ from stores import (
     save,
 )
 
-from common.checkpoint import describe
 from common.checkpoint.folder import committed
+from common.extras.chosen import describe
 from common.ledger import Audit, Ledger
 from common.ledger.log import Metrics
 

@@ -29,8 +29,9 @@ from stores import (
 
 from common.checkpoint import disk
 from common.checkpoint.folder import committed
-from common.checkpoint.reader import FACTS, describe, digest_of, read_manifest
+from common.checkpoint.reader import FACTS, digest_of, read_manifest
 from common.errors import UserError
+from common.extras.chosen import describe
 from common.sealed import sealed, sha, to_json
 from common.story import complete
 

@@ -32,8 +32,9 @@ from stores import (
 from common.checkpoint import disk, tensors, writer
 from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import checkpoints, committed
-from common.checkpoint.reader import describe, read_facts
+from common.checkpoint.reader import read_facts
 from common.errors import UserError
+from common.extras.chosen import describe
 from common.sealed import to_json
 from common.store.saver import MOST_FAILURES
 
@@ -312,7 +313,7 @@ def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monke
             patch.setattr(threading.Thread, "start", none_left)
             save(life, 2)
             at_step(life.state, 3)
-            assert life.store.rescue()[0]
+            assert life.store.rescue()
             assert all(describe(step, folder)[0] for step, folder in committed(life.store.fence.root))
     assert steps_of(opts) == [3, 2, 1]
 

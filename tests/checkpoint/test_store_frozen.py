@@ -26,7 +26,8 @@ from stores import (
 from common.checkpoint import Layout, tensors
 from common.checkpoint.__main__ import main
 from common.checkpoint.disk import Damaged
-from common.checkpoint.reader import choose, read_manifest, weights_of
+from common.checkpoint.reader import read_manifest
+from common.extras.chosen import choose, weights_of
 
 STILL = {"still.weight", "still.bias", "still_too.weight"}
 

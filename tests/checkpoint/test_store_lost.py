@@ -20,11 +20,12 @@ from stores import (
 )
 
 import common.checkpoint.__main__ as command
-from common.checkpoint import fence, reader, tensors
+from common.checkpoint import fence, tensors
 from common.checkpoint.__main__ import main
 from common.checkpoint.disk import Damaged
-from common.checkpoint.reader import choose
 from common.errors import UserError
+from common.extras import chosen
+from common.extras.chosen import choose
 from common.extras.replay import _chosen
 from common.ledger import Ledger
 from common.ledger.__main__ import main as report
@@ -155,14 +156,14 @@ def test_resuming_does_not_change_a_backup_of_links(tmp_path):
 
 def test_a_checkpoint_that_a_live_run_deletes_meanwhile_is_not_called_damaged(tmp_path, monkeypatch, capsys):
     opts, root = two_checkpoints(tmp_path)
-    real = reader.describe
+    real = chosen.describe
 
     def describe(step, folder):
         if step == 2:
             shutil.rmtree(folder)
         return real(step, folder)
 
-    for module in (reader, command):
+    for module in (chosen, command):
         monkeypatch.setattr(module, "describe", describe)
     shutil.copytree(root, tmp_path / "both")
     assert choose(opts.run_dir, "newest")[0] == 1

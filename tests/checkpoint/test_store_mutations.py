@@ -48,7 +48,7 @@ MUTANTS = {
     "old ones go before the new one is written": (
         "checkpoint.writer:Writer._commit",
         "os.mkdir(aside, 0o700)",
-        "os.mkdir(aside, 0o700), self.prune(-1, 1, 0, -1)",
+        "os.mkdir(aside, 0o700), self.prune(-1, Options(keep=1, keep_every=0), -1)",
         CRASH,
     ),
     "a failed fsync is overlooked": (
@@ -96,7 +96,7 @@ MUTANTS = {
         ("", "when_all_are_damaged_nothing_starts_afresh_by_itself"),
     ),
     "received bytes are not compared": (
-        "checkpoint.reader:relay",
+        "extras.relay:relay",
         "sha(data) == stated",
         "bool(sha(data))",
         RELAY,

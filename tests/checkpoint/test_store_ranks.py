@@ -33,8 +33,9 @@ from torch import nn
 
 import common.elastic
 import train_ddp
-from common.checkpoint import reader, tensors
+from common.checkpoint import tensors
 from common.errors import UserError
+from common.extras import relay
 from common.options import Options
 from common.world import same_everywhere
 
@@ -324,7 +325,7 @@ def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the
     two_checkpoints(tmp_path / "node0")
 
     def live(world):
-        real = reader.sha
+        real = relay.sha
         count = []
 
         def sha(data):
@@ -332,7 +333,7 @@ def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the
             return "0" * 64 if len(count) == 2 else real(data)
 
         if world.rank:
-            reader.sha = sha
+            relay.sha = sha
         return resumes_at(of_node(tmp_path, world), 1, world=world)
 
     assert fork_ranks(2, live, node_size=1) == [True, True]

@@ -20,8 +20,8 @@ from program import SLICES, Part, differences, trained
 from torch import nn
 from torch.utils.data import default_collate
 
-from common.checkpoint import weights_of
 from common.elastic import Elastic
+from common.extras.chosen import weights_of
 from common.sampler import ElasticSampler, seed, seeded
 
 GIVEN = {"batch_size": 16, "epochs": 2, "tensorboard": False}

@@ -13,13 +13,14 @@ from refusals import refusal
 from stores import a_life, new_store, options, save, tiny_net, tiny_state, two_checkpoints
 
 from common.errors import UserError
+from common.extras.own_files import is_marked
 from common.ledger import Ledger
 from common.models import load
 from common.options import parse_options, read_options
 from common.options.options import read_run
 from common.options.user import code_of, text_of
 from common.replay import main as replay
-from common.sealed import is_marked, marked, own_key, sealed, unsealed
+from common.sealed import marked, own_key, sealed, unsealed
 
 COMMIT = ("-c", "user.name=x", "-c", "user.email=x@example.org", "commit", "-q")
 NET = "open('ran', 'w')\nfrom parts import net\n"

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from common import elastic
-from common.checkpoint import weights_of
+from common.extras.chosen import weights_of
 from common.sampler import ElasticSampler
 from common.world import world as pinned
 

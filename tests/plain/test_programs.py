@@ -43,8 +43,8 @@ from program import (
 from torch import nn
 from torch.utils.data import default_collate
 
-from common.checkpoint import weights_of
 from common.errors import UserError
+from common.extras.chosen import weights_of
 
 RED = partial(pytest.mark.xfail, strict=True, raises=pytest.fail.Exception)
 

@@ -148,7 +148,8 @@ def fake_streams(gpu=0, count=1):
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
         patch.setattr(training_state, "has_peers", lambda: True)
-        patch.setattr(tensors, "pinned", lambda buffer, devices: True)
+        always = property(lambda image: True, lambda image, value: None)
+        patch.setattr(tensors.Image, "is_pinned", always, raising=False)
         patch.setattr(tensors, "mark", lambda device: current(device).record_event())
         yield default
 

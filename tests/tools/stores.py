@@ -195,7 +195,7 @@ def announced_rescue(store, step=None):
     if step is not None:
         at_step(store.state, step)
     try:
-        return store.rescue()[0]
+        return store.rescue()
     except UserError as error:
         if isinstance(error, Fenced):
             raise

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from common.errors import UserError
 from common.options import parse_options
 from common.options.registry import RATE, RATES
-from common.training.optimizer import parts_of
+from common.training.optimizer import named_state, parts_of, take_state
 
 CANNOT = {  # what torch lists and we refuse, and why
     "LBFGS": "needs the loss several times in one step",
@@ -301,6 +301,21 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
 def test_an_optimizer_or_a_schedule_that_cannot_be_right_is_refused(own, flag, words):
     with refusal(words):
         own(flag)
+
+
+def test_moments_of_a_weight_stay_if_it_is_frozen_and_are_not_dropped_if_its_group_lacks_it():
+    net = nn.Linear(2, 2)
+    names = {p: name for name, p in net.named_parameters()}
+    before = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    before.step()
+    saved = named_state(before, names)
+    net.bias.requires_grad_(False)
+    again = torch.optim.Adam(net.parameters())
+    take_state(again, names, saved)
+    assert torch.equal(again.state[net.bias]["exp_avg"], before.state[net.bias]["exp_avg"])
+    with refusal("bias/.*is in the checkpoint, but bias is in no group.*\n.*frozen may stay there"):
+        take_state(torch.optim.Adam([net.weight]), names, saved)
 
 
 def test_flags_of_the_update_rule_reach_it(own):

@@ -1,0 +1,33 @@
+"""A checkpoint for ranks that cannot read it, or have other bytes under its name, from a rank that can."""
+
+from contextlib import nullcontext, suppress
+from functools import partial
+
+import torch
+
+from common.checkpoint import Damaged, read_file
+from common.sealed import sha
+from common.world import gather
+
+
+def relay(world, layout, source, choice, tables_and_facts):
+    """Send each tensor from the rank `source`, as its disk has it, to all; call on every rank.
+
+    Return (that rank's facts, whether all bytes are right on all ranks).
+    """
+    is_source = world.rank == source
+    files, facts = gather(world, tables_and_facts if is_source else None)[source]
+    right = True
+    for path, table in files.items():
+        buffers = layout.buffers(path, table)
+        for name, (_, _, stated) in table.items():
+            with buffers[name]() as buffer:
+                piece = torch.zeros(len(buffer), dtype=torch.uint8)
+                data = memoryview(piece.numpy())
+                if is_source:
+                    with suppress(Damaged, OSError):  # then the bytes are wrong, and all ranks see that
+                        read_file(choice[1] / path, table, {name: partial(nullcontext, data)})
+                world.all_sum(piece)  # zeros, but for those of the source
+                right = right and sha(data) == stated  # a rank that left here would let the others hang
+                buffer[:] = data
+    return facts, all(gather(world, right))
