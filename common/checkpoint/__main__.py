@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from common.checkpoint.folder import checkpoints
 from common.checkpoint.reader import choose, describe, weights_of
-from common.errors import UserError, run_command, say
+from common.errors import UserError, say
+from common.extras.command import run_command
 from common.options import as_imagefolder, read_options
 
 

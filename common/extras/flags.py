@@ -24,7 +24,15 @@ GONE = {"--stages", "--shard", "--recompute"}  # flags of a net in parts
 
 
 def check_name(option: str, name: str, known: Collection[str]) -> None:
-    """Refuse a name of this option that is not among the known ones."""
+    """Refuse a name of this option that is not among the known ones, or a file that is not there."""
+    if ".py" in name:
+        path = name.rpartition(":")[0]
+        if not Path(path).is_file():
+            missing = f"file {path!r}" if path else "function"
+            raise UserError(
+                f"{flag_of(option)} {name}: there is no {missing}\nwrite path/to/file.py:function"
+            )
+        return
     listed = ", ".join(known)
     if option == "model":
         known = [*known, *torchvision_models()]
