@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.errors import UserError, end, ready_streams, say
 from common.options.options import FLAGS, Options, Values, read_options
-from common.options.registry import NAMES, extra, flag_of, kind_of
+from common.options.registry import NAMES, extra, kind_of
 from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits, tasks_beside
 from common.torch_names import TRAINING, missing
 
@@ -178,14 +178,8 @@ def check_folder(opts):
         raise UserError(f"--run-dir: anybody may write into {str(place)!r}\nchmod o-w {place}")
 
 
-def read_arguments(given: Values, own: Values) -> Options:
-    """Check the options of a script of one's own: those `given` are read as flags are."""
-    words = []
-    for name, value in given.items():
-        if isinstance(value, bool):
-            words += [flag_of(name)] * (value != getattr(Options, name))
-        elif value is not None:
-            words.append(f"{flag_of(name)}={value}")
+def read_arguments(words: list[str], own: Values) -> Options:
+    """Check the options of a script of one's own, which has `own` in place of more flags."""
     opts = Options(**read_flags(words, None, "ddp") | own)
     extra("rules_of_arguments")(opts, here().size)
     check_folder(opts)

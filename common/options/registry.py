@@ -29,9 +29,8 @@ DATASETS = {  # name: its function of (options), and the flags that not every da
     "text": ("common.extras.text:text", ("data_dir",)),
     "tokens": ("common.extras.text:tokens", ("data_dir", "vocab_size")),
 }
-EXTRAS: dict[
-    str, str
-] = {  # what is imported only where an option, a name or an argument of Elastic asks for it
+# What is imported only where an option, a name, an argument of Elastic or a terminal asks for it.
+EXTRAS: dict[str, str] = {
     "name": "common.extras.flags:check_name",  # that is not in NAMES
     "rules": "common.extras.rules:check_flags",  # of more flags than a first run gives
     "rules_of_arguments": "common.extras.rules:check_arguments",
