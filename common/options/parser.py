@@ -15,7 +15,7 @@ from pathlib import Path
 from common.errors import UserError, end, ready_streams, say
 from common.options.options import FLAGS, Options, Values, read_options
 from common.options.registry import NAMES, extra, kind_of
-from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits, tasks_beside
+from common.place import die_with_the_parent, here, note_that_it_waits, tasks_beside
 from common.torch_names import TRAINING, missing
 
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
@@ -107,17 +107,9 @@ def begin_life(trains: bool = True) -> None:
     """Call first in every process; UserError if it cannot meet others. A launcher does not train itself."""
     ready_streams()
     place = here()
-    if trains and tasks_beside():
-        raise UserError(
-            f"{tasks_beside()} without WORLD_SIZE: each task would train the whole run alone\n"
-            "give each RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,\n"
-            "or start one task a machine, with launch/torchrun.py (as launch/slurm.sbatch does)"
-        )
-    if not place.can_meet:
-        raise UserError(
-            f"ranks cannot meet with {meeting_variables()}\n"
-            "start with torchrun, or set RANK (0 to WORLD_SIZE - 1), WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        )
+    siblings = tasks_beside() if trains else ""
+    if siblings or not place.can_meet:
+        extra("no_meeting")(siblings)
     if place.agent:
         die_with_the_parent()
     note_that_it_waits(True)

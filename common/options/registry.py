@@ -34,6 +34,7 @@ EXTRAS: dict[str, str] = {
     "name": "common.extras.flags:check_name",  # that is not in NAMES
     "rules": "common.extras.rules:check_flags",  # of more flags than a first run gives
     "rules_of_arguments": "common.extras.rules:check_arguments",
+    "no_meeting": "common.extras.flags:refuse_to_meet",
     "unknown_flag": "common.extras.flags:refuse_flag",
     "optimizer_args": "common.extras.flags:keywords",
     "own_file": "common.extras.own_files:load_file",
