@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -185,20 +185,6 @@ def guarded(what: str = "", debug: bool = False) -> Iterator[None]:
         if debug:
             raise
         end(error)
-
-
-def run_command(act: Callable[[], int], what: str = "cannot be done") -> int:
-    """Return the exit code of a command: what `act` returns, or that of its error, which is printed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is temporary
-    ready_streams()
-    try:
-        with guarded(what):
-            return act()
-    except BrokenPipeError:  # `| head` has seen enough
-        Outlet(sys.stdout).write()
-        return 141
-    except SystemExit as exit:
-        return int(exit.code or 0)
 
 
 def end(error: UserError, shared: bool = False) -> NoReturn:

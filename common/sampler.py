@@ -90,15 +90,6 @@ def permute(positions: range | list[int] | Tensor, n: int, seed: int | None, epo
     return x
 
 
-def uniforms(ids: list[int] | Tensor, seed: int, epoch: int) -> Tensor:
-    """Return float32 [len(ids)] in [0, 1): a pure function of (seed, epoch, id)."""
-    ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
-    low, high = [hash_seed("uniform", seed, epoch, 0, half) for half in range(2)]
-    bits = mix((ids & MASK32) ^ low)
-    bits = mix(bits ^ (ids >> 32) ^ high)
-    return (bits >> 8) * 2.0**-24  # a float32 holds 24 bits: all 32 could round up to 1
-
-
 def share(n: int, rank: int, world: int, slices: int = 0) -> range:
     """Return this rank's contiguous part of range(n); all parts make up range(n), their sizes differ by one.
 

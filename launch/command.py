@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from common.errors import run_command
+from common.extras.command import run_command
 
 NPROC = "(--nproc(?:[-_]per[-_]node)?[=\0])[0-9]+"  # in a command whose words are joined by \0
 

@@ -24,7 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 
-from common.errors import UserError, blamed, run_command, say  # noqa: E402
+from common.errors import UserError, blamed, say  # noqa: E402
+from common.extras.command import run_command  # noqa: E402
 from common.ledger import named, newest_lives  # noqa: E402
 from common.options import parse_options  # noqa: E402
 from common.place import MEETING, STOPPED  # noqa: E402

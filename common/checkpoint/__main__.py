@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from common.checkpoint.folder import checkpoints
-from common.errors import UserError, run_command, say
+from common.errors import UserError, say
 from common.extras.chosen import choose, describe, weights_of
+from common.extras.command import run_command
 from common.options import as_imagefolder, read_options
 
 

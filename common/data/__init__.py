@@ -1,13 +1,12 @@
 """Datasets as batches: the same numbers at any world size."""
 
-from common.data.loading import Batch, batches, forward_sizes, load_data, loaded, preload
+from common.data.loading import DECIDING, PRELOADED, Batch, batches, forward_sizes, load_data, loaded
 from common.data.samples import (
-    WORDS,
     Data,
     DataFacts,
     Samples,
-    as_input,
     data_of,
+    is_picture,
     leaves,
     map_tensors,
     whole_targets,

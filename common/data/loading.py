@@ -2,11 +2,9 @@
 
 import itertools
 import operator
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -23,7 +21,7 @@ FILES = (
 DECIDING = operator.attrgetter(  # the options from which a dataset of this project follows
     "dataset", "data_dir", "image_size", "augment", "vocab_size", "seed", "task", "bad_samples"
 )
-PRELOADED = {}  # {DECIDING(opts): Data}
+PRELOADED: dict[tuple, Data] = {}  # by DECIDING(opts): what a launcher has opened, extras/preload.py
 
 
 def load_data(opts: Options, own_sets: tuple[Dataset, Dataset] | None = None) -> Data:
@@ -35,22 +33,6 @@ def load_data(opts: Options, own_sets: tuple[Dataset, Dataset] | None = None) ->
         return extra("own_data")(opts, own_sets)
     with blamed(f"dataset {opts.dataset}", FILES.format(opts.data_dir)):
         return find_function(DATASETS[name][0])(opts)
-
-
-def preload(opts: Options) -> None:
-    """Open a dataset of this project, and hash it, for all processes that will be forked from this one.
-
-    A life then begins with it: drawing `digits` takes half a second. Threads do not survive a fork, so none
-    is started.
-    """
-    if ".py" in opts.dataset:
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    PRELOADED[DECIDING(opts)] = load_data(opts)
-    torch.set_num_threads(threads)
-    # a fork makes torch's pool of threads anew, without a lock: two threads that begin with it would abort
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
 class Batch(NamedTuple):

@@ -19,10 +19,7 @@ from torch.utils.data import TensorDataset
 
 from common.errors import UserError
 from common.options import Options, extra
-from common.sampler import uniforms
 
-FLOAT32_WHOLE = 1 << 24  # up to there float32 has every whole number
-WORDS = (torch.int16, torch.int32, torch.int64)
 Nested = Any  # of dicts, lists and tuples, with tensors as leaves: what a collate returns
 
 
@@ -101,7 +98,7 @@ class TensorSamples(Samples):
         x, y = TensorDataset(*tensors).tensors  # of one length
         super().__init__(len(y), opts, classes)
         if not is_picture(x):
-            x = as_input(x)
+            x = extra("as_input")(x)
         if self.classify:
             y = whole_targets(y, len(x), classes, self.name)
         self.x = x.contiguous()
@@ -117,7 +114,7 @@ class TensorSamples(Samples):
         x = self.x.index_select(0, rows)
         y = self.y.index_select(0, rows)
         if augment and self.augment:
-            x = self.augment(x, uniforms(rows, self.seed, epoch))
+            x = self.augment(x, extra("uniforms")(rows, self.seed, epoch))
         if is_picture(x):
             x = x.float().mul_(self.scale).add_(self.shift)
         return x, y
@@ -181,20 +178,9 @@ def whole_targets(y: Tensor, count: int, classes: int | None, which: str) -> Ten
     return whole
 
 
-def is_picture(x):
+def is_picture(x: Tensor) -> bool:
     """Return whether a batch holds pictures in bytes."""
     return x.dtype == torch.uint8 and x.dim() == 4
-
-
-def as_input(x: Tensor) -> Tensor:
-    """Return the tensor as a net accepts it: pictures become 0..1, other numbers float32, indices int64."""
-    if is_picture(x):
-        return x.float().div_(255)
-    if x.is_floating_point() or x.dtype == torch.uint8:
-        narrow = x.float()
-        loses = (narrow != x) & (x.abs() >= FLOAT32_WHOLE)  # time stamps, ids: others would be one number
-        return x if loses.any() else narrow
-    return x.long() if x.dtype in WORDS else x
 
 
 def map_tensors(change: Callable, nested: Nested) -> Nested:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from common.errors import UserError, did_you_mean
-from common.models import check_net
-from common.options import Options, begin_life, read_arguments
+from common.extras.own_net import check_net
+from common.options import Options, begin_life, flag_of, read_arguments
 
 TAKEN = (  # fields of Options that take effect in a script of one's own
     "accept_data_change amp audit bad_samples best channels_last check_every clip_grad_norm copy_to "
@@ -34,9 +34,20 @@ def options_of(run: Any) -> Options:
         "dataset": type(run.sets[0]).__name__ + ("" if run.shuffled else " in its order"),
         "optimizer": type(run.optimizer).__name__.lower(),
     }
-    opts = read_arguments(run.given, facts)
+    opts = read_arguments(words_of(run.given), facts)
     check_net(run.net, opts.model)
     return opts
+
+
+def words_of(given: dict[str, Any]) -> list[str]:
+    """Return these arguments as the words of a command line, which are read and checked as flags are."""
+    words = []
+    for name, value in given.items():
+        if isinstance(value, bool):
+            words += [flag_of(name)] * (value != getattr(Options, name))
+        elif value is not None:
+            words.append(f"{flag_of(name)}={value}")
+    return words
 
 
 def in_arguments(error: UserError) -> UserError:

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common.data import data_of
 from common.errors import UserError, blamed
+from common.sampler import MASK32, hash_seed, mix
 
 SEED = 20240711  # of the data, not of a run: every run trains on the same numbers
 
@@ -46,6 +48,15 @@ def random_numbers(opts):
 
 
 # ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----
+def uniforms(ids: list[int] | Tensor, seed: int, epoch: int) -> Tensor:
+    """Return float32 [len(ids)] in [0, 1): a pure function of (seed, epoch, id)."""
+    ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
+    low, high = [hash_seed("uniform", seed, epoch, 0, half) for half in range(2)]
+    bits = mix((ids & MASK32) ^ low)
+    bits = mix(bits ^ (ids >> 32) ^ high)
+    return (bits >> 8) * 2.0**-24  # a float32 holds 24 bits: all 32 could round up to 1
+
+
 def flip(x, u):
     """Mirror half of the images."""
     mirrored = u < 0.5

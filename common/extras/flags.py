@@ -1,4 +1,4 @@
-"""Flags that need a look of their own: unknown ones, names that no table has, --optimizer-args.
+"""Starts that need a look of their own: unknown flags and names, --optimizer-args, ranks that cannot meet.
 
 No torch here: a typo answers at once.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from common.errors import UserError, blamed, did_you_mean
 from common.options import FLAGS, flag_of
+from common.place import meeting_variables
 
 MEANT = {  # by flags that others have
     "--batch-size": "--global-batch-size, the samples of a step over all processes",
@@ -24,7 +25,15 @@ GONE = {"--stages", "--shard", "--recompute"}  # flags of a net in parts
 
 
 def check_name(option: str, name: str, known: Collection[str]) -> None:
-    """Refuse a name of this option that is not among the known ones."""
+    """Refuse a name of this option that is not among the known ones, or a file that is not there."""
+    if ".py" in name:
+        path = name.rpartition(":")[0]
+        if not Path(path).is_file():
+            missing = f"file {path!r}" if path else "function"
+            raise UserError(
+                f"{flag_of(option)} {name}: there is no {missing}\nwrite path/to/file.py:function"
+            )
+        return
     listed = ", ".join(known)
     if option == "model":
         known = [*known, *torchvision_models()]
@@ -60,6 +69,20 @@ def refuse_flag(word: str, script: str) -> None:
         )
     hint = f"; did you mean {MEANT[flag]}?" if flag in MEANT else did_you_mean(flag, FLAGS)
     raise UserError(f"unknown argument {word!r}{hint}\nsee {script} --help")
+
+
+def refuse_to_meet(siblings: str) -> None:
+    """Refuse a process that has siblings which it does not know of, or else cannot meet the others."""
+    if siblings:
+        raise UserError(
+            f"{siblings} without WORLD_SIZE: each task would train the whole run alone\n"
+            "give each RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,\n"
+            "or start one task a machine, with launch/torchrun.py (as launch/slurm.sbatch does)"
+        )
+    raise UserError(
+        f"ranks cannot meet with {meeting_variables()}\n"
+        "start with torchrun, or set RANK (0 to WORLD_SIZE - 1), WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    )
 
 
 def keywords(text: str, besides: Container[str] = ()) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Nets by name, beside that of the core: an MLP, an LSTM, torchvision's classifiers; and lazy modules."""
+"""Nets by name, beside that of the core: an MLP, an LSTM, torchvision's classifiers."""
 
 import math
 from collections import OrderedDict
@@ -49,11 +49,3 @@ def build_torchvision(name, data):
         conv.weight = nn.Parameter(torch.empty(conv.out_channels, channels, *conv.kernel_size))
         conv.reset_parameters()
     return net
-
-
-@torch.no_grad()
-def make_lazy_weights(net, data):
-    """Make the weights of torch's lazy modules, whose shapes follow from a first input."""
-    kind = torch.int64 if data.vocab else torch.float32
-    net.eval()(torch.zeros(1, *data.sample_shape, dtype=kind))
-    net.train()

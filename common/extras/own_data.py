@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from common.data import WORDS, Samples, as_input, data_of, leaves, map_tensors, whole_targets
+from common.data import Samples, data_of, is_picture, leaves, map_tensors, whole_targets
 from common.errors import UserError, blamed, one_line, warn
 from common.extras.own_files import call_user
 from common.sampler import seeded
 
+FLOAT32_WHOLE = 1 << 24  # up to there float32 has every whole number
+WORDS = (torch.int16, torch.int32, torch.int64)
 WANTED = (
     "wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
     "an iterable has no place at which a restart can resume"
@@ -36,6 +38,17 @@ def returned_data(opts):
     classes = count_of(inherited(train, "classes"))
     vocab = count_of(inherited(train, "vocab"))
     return data_of(opts, train, test, classes, vocab, getattr(train, "fingerprint", ""))
+
+
+def as_input(x: Tensor) -> Tensor:
+    """Return the tensor as a net accepts it: pictures become 0..1, other numbers float32, indices int64."""
+    if is_picture(x):
+        return x.float().div_(255)
+    if x.is_floating_point() or x.dtype == torch.uint8:
+        narrow = x.float()
+        loses = (narrow != x) & (x.abs() >= FLOAT32_WHOLE)  # time stamps, ids: others would be one number
+        return x if loses.any() else narrow
+    return x.long() if x.dtype in WORDS else x
 
 
 def end_of(*numbers):

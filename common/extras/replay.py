@@ -20,8 +20,9 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 from common.checkpoint import checkpoints, read_facts
-from common.errors import UserError, run_command, say
+from common.errors import UserError, say
 from common.extras.chosen import describe
+from common.extras.command import run_command
 from common.ledger import lives_of, named
 from common.options import read_options
 

@@ -4,10 +4,10 @@ import zipfile
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from common.checkpoint import facts_of
 from common.errors import UserError, blamed
-from common.models import stay_in_evaluation
 
 
 @torch.no_grad()
@@ -76,11 +76,13 @@ def read_weights(path):
     return weights
 
 
-def freeze(net, prefixes):
-    """Freeze weights with these prefixes (--freeze); their modules stay in evaluation mode.
+def freeze(net, opts):
+    """Put the net into training mode, but for frozen weights (--freeze) and their modules.
 
-    So their BatchNorm uses the statistics it has and keeps them, and their dropout is off.
+    These stay in evaluation mode: their BatchNorm uses the statistics it has, and their dropout is off.
     """
+    train_but_for_frozen_parts(net)  # first, as a net may freeze parts of itself in train()
+    prefixes = opts.freeze
     check_prefixes("--freeze", prefixes, [name for name, _ in net.named_parameters()])
     for name, parameter in net.named_parameters():
         if name.startswith(prefixes):
@@ -88,6 +90,25 @@ def freeze(net, prefixes):
     for name, module in net.named_modules():
         if name and f"{name}.".startswith(prefixes):
             stay_in_evaluation(module)
+    if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
+        raise UserError(
+            f"model {opts.model}: no weight of it trains\n"
+            "give it weights with requires_grad, or --freeze fewer"
+        )
+
+
+def train_but_for_frozen_parts(net):
+    """Put the net into training mode, but for parts that its function has frozen and put into evaluation."""
+    for module in net.modules():
+        trains = [p.requires_grad for p in module.parameters()]
+        if trains and not any(trains) and not module.training:
+            stay_in_evaluation(module)
+    net.train()
+
+
+def stay_in_evaluation(module: nn.Module) -> None:
+    """Put a module into evaluation mode for good: its train(), which net.train() calls, does nothing then."""
+    module.eval().train = lambda mode=True: module
 
 
 def check_prefixes(flag, prefixes, names):

@@ -6,7 +6,6 @@ A closed pipe or a full disk costs lines, never a step.
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -15,10 +14,9 @@ from datetime import timedelta
 
 from common.errors import Outlet, warn
 from common.ledger.ledger import Lines, Record, lines_back, parse
-from common.options import Options
+from common.options import Options, extra
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
-BAR_CHARACTERS = 10
 CLEAN_BYTES = 1 << 16  # at the end of metrics.jsonl, that are looked through
 KINDS = (True, False)  # of rows: steps, which have an epoch, and evaluations
 CURVES_SECONDS = 5  # of points that a kill may cost TensorBoard; metrics.jsonl has all
@@ -40,7 +38,10 @@ class Log:
         self.total = total
         self.speaks = rank == 0
         if self.speaks:
-            self.console = Console(opts.progress)
+            self.out = Outlet(sys.stdout)
+            self.bar = None
+            if opts.progress == "on" or opts.progress == "auto" and self.out.terminal:
+                self.bar = extra("bar")(self.out)
             self.metrics = Metrics(opts.run_dir, first)
             self.curves = Curves(opts, first)
             self.start(())
@@ -76,7 +77,11 @@ class Log:
             if name not in ("step", "epoch"):
                 shown.append(f"{name} {value:{FORMATS.get(name, '.4g')}}")
         shown.append(f"{rate:,.0f} samples/s")
-        self.console.step("  ".join(shown), step / self.total)
+        text = "  ".join(shown)
+        if self.bar:
+            self.bar.step(text, step / self.total)
+        else:
+            self.note(text)
 
     def evaluation(self, record: Record, metrics: Record) -> None:
         """Log an evaluation, as {"val_acc", "val_loss"}: its `metrics` are shown, its `record` is written."""
@@ -102,14 +107,15 @@ class Log:
 
     def note(self, text: str) -> None:
         if self.speaks:
-            self.console.show(f"{text}\n")
+            (self.bar or self.out).write(f"{text}\n")
 
     def close(self) -> None:
         """Write what is left; may be called twice."""
         if self.speaks:
             self.curves.close()
             self.metrics.close()
-            self.console.close()
+            if self.bar:
+                self.bar.close()
 
     def _keep(self, record, **more):
         """Write a row into both files, unless this step is there already."""
@@ -219,29 +225,3 @@ class Curves:
         if self.writer:
             with suppress(Exception):  # a disk is full
                 self.writer.close()
-
-
-class Console:
-    """Lines on stdout, or one bar below them on a terminal."""
-
-    def __init__(self, progress):
-        self.out = Outlet(sys.stdout)
-        self.bar = ""
-        # Other processes may have written over the bar: its line is erased first.
-        self.erase = "\r\x1b[K" if progress == "on" or progress == "auto" and self.out.terminal else ""
-
-    def step(self, text, share):
-        """Show a step as a line, or in the bar, which is full when all of the run is done."""
-        if self.erase:
-            bar = f"{share:4.0%}|{'█' * int(share * BAR_CHARACTERS):{BAR_CHARACTERS}}| {text}"
-            self.bar = bar[: shutil.get_terminal_size().columns - 1]
-            self.show("")
-        else:
-            self.show(f"{text}\n")
-
-    def show(self, text):
-        self.out.write(self.erase + text + self.bar)
-
-    def close(self):
-        self.bar = ""
-        self.show("")

@@ -1,3 +1,3 @@
 """Nets by name; `load` gives that of a run with its weights."""
 
-from common.models.nets import build_model, check_net, load, stay_in_evaluation
+from common.models.nets import build_model, load

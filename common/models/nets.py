@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from common.checkpoint import facts_of
 from common.data import DataFacts
 from common.device import is_gpu
-from common.errors import UserError, blamed
+from common.errors import blamed
 from common.options import MODELS, Options, extra, find_function
 from common.sampler import seeded
 
@@ -56,58 +55,22 @@ def build_model(opts: Options, data: DataFacts) -> nn.Module:
     way_out = f"dataset {data.name} has samples of shape {shape}: choose another --model or --dataset"
     with seeded(opts.seed, "init"), blamed(f"model {opts.model}", way_out):
         if name.endswith(".py"):
-            net = extra("call")(opts.model, opts, data)
+            net = extra("own_net")(opts, data)
         elif name in MODELS:
             net = find_function(MODELS[name])(data, *size)
         else:
             net = extra("torchvision")(name, data)
-        if any(map(is_lazy, net.parameters())):
-            extra("lazy")(net, data)
-        net = net.cpu()
-        check_net(net, opts.model)
     kept = {field.name: getattr(data, field.name, None) for field in fields(DataFacts)}
     vars(net)["_facts"] = facts_of(net) | {"data": kept}
     if opts.init_from:
         extra("init_from")(net, opts)
     if opts.sync_bn:  # into new modules, so before some of them are frozen
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    train_but_for_frozen_parts(net)  # last, as a net may freeze parts of itself in train()
-    if opts.freeze:
-        extra("freeze")(net, opts.freeze)
-    if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
-        raise UserError(
-            f"model {opts.model}: no weight of it trains\n"
-            "give it weights with requires_grad, or --freeze fewer"
-        )
+    if opts.freeze or name.endswith(".py"):
+        extra("freeze")(net, opts)
+    else:
+        net.train()
     return net
-
-
-def train_but_for_frozen_parts(net):
-    """Put the net into training mode, but for parts that its function has frozen and put into evaluation."""
-    for module in net.modules():
-        trains = [p.requires_grad for p in module.parameters()]
-        if trains and not any(trains) and not module.training:
-            stay_in_evaluation(module)
-    net.train()
-
-
-def stay_in_evaluation(module: nn.Module) -> None:
-    """Put a module into evaluation mode for good: its train(), which net.train() calls, does nothing then."""
-    module.eval().train = lambda mode=True: module
-
-
-def check_net(net: nn.Module, name: str) -> None:
-    """Refuse a net whose checkpoints would lack something."""
-    for tensor in [*net.parameters(), *net.buffers()]:
-        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-            tensor.data = tensor.data.clone()  # with holes, or expanded: fused optimizers write beside it
-    again = net.state_dict()
-    for path, value in net.state_dict().items():
-        if not torch.is_tensor(value) or value.data_ptr() != again[path].data_ptr():
-            raise UserError(
-                f"model {name}: its state_dict makes {path} anew each time\n"
-                "a checkpoint holds the net's own tensors: keep it in a buffer (register_buffer)"
-            )
 
 
 def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Module:

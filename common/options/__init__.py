@@ -13,6 +13,5 @@ from common.options.options import (
     with_folder,
 )
 from common.options.parser import begin_life, parse_options, read_arguments
-from common.options.registry import DATASETS, MODELS, extra, find_function, kind_of
-from common.options.rules import flag_of
+from common.options.registry import DATASETS, MODELS, extra, find_function, flag_of, kind_of
 from common.options.user import code_of, commit, files_of, text_of

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, blamed, did_you_mean
-from common.options.registry import DATASETS, FUSED, RATE, RATES, extra, flags_of_dataset, kind_of
-from common.options.rules import flag_of
+from common.errors import UserError, blamed
+from common.options.registry import DATASETS, FOLDERS, FUSED, RATE, RATES, extra, flag_of, kind_of
 from common.place import here
 from common.sealed import Facts, unsealed
 
@@ -219,11 +218,19 @@ class Options:
             "task": "tokens" if words else "classify",
             "lr": RATES.get(self.optimizer, RATE),
             "momentum": 0.9 if self.optimizer == "sgd" and "momentum" not in self.optimizer_args else None,
-            "workers": min(4, max(1, cores)) if "workers" in flags_of_dataset(self.dataset) else 0,
+            "workers": min(4, max(1, cores)) if "workers" in self.flags_of_dataset else 0,
         }
         for name, value in left_open.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+
+    @property
+    def flags_of_dataset(self) -> tuple[str, ...]:
+        """Return the flags of DATASETS that can take effect with this dataset."""
+        if ".py:" in self.dataset:
+            return FOLDERS
+        _, flags = DATASETS.get(kind_of(self.dataset), ("", ()))
+        return flags
 
     @property
     def torch_optimizer(self) -> tuple[type, Values]:
@@ -232,11 +239,7 @@ class Options:
 
         kinds = {name.lower(): kind for name, kind in vars(optim).items() if isinstance(kind, type)}
         if self.optimizer not in kinds:
-            raise UserError(
-                f"--optimizer: {self.optimizer!r} is not in torch.optim"
-                f"{did_you_mean(self.optimizer, kinds)}\n"
-                "or write a function: path/to/file.py:function"
-            )
+            extra("name")("optimizer", self.optimizer, kinds)
         kind = kinds[self.optimizer]
         arguments = {"lr": self.lr}
         if self.weight_decay or "weight_decay" in inspect.signature(kind).parameters:

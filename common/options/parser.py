@@ -1,24 +1,26 @@
 """From a command line to checked Options, in every process; mistakes are told once per machine.
 
 The words become values of fields (`Parser`), with --fork also those of the other run. Then names, flags
-together, files, an earlier start of this run and the number of processes are checked, in this order.
+together and with the number of processes, the folder and an earlier start of this run are checked.
 """
 
 import argparse
 import functools
 import gc
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from common.errors import UserError, end, ready_streams, say
 from common.options.options import FLAGS, Options, Values, read_options
-from common.options.registry import extra
-from common.options.rules import check_clashes, check_files, check_names, check_together, check_world, flag_of
-from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits, tasks_beside
+from common.options.registry import NAMES, extra, kind_of
+from common.place import die_with_the_parent, here, note_that_it_waits, tasks_beside
 from common.torch_names import TRAINING, missing
 
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
+# flags that no rule is about
+FIRST_RUN = {"run_dir", "model", "dataset", "epochs", "max_steps", "seed", "eval_every"}
 NUMBERS = {int: "a whole number", float: "a number"}
 SHAPES: dict[object, str] = {int: "N", float: "X", tuple: "A,B"}  # of a value, in --help
 
@@ -105,17 +107,9 @@ def begin_life(trains: bool = True) -> None:
     """Call first in every process; UserError if it cannot meet others. A launcher does not train itself."""
     ready_streams()
     place = here()
-    if trains and tasks_beside():
-        raise UserError(
-            f"{tasks_beside()} without WORLD_SIZE: each task would train the whole run alone\n"
-            "give each RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,\n"
-            "or start one task a machine, with launch/torchrun.py (as launch/slurm.sbatch does)"
-        )
-    if not place.can_meet:
-        raise UserError(
-            f"ranks cannot meet with {meeting_variables()}\n"
-            "start with torchrun, or set RANK (0 to WORLD_SIZE - 1), WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        )
+    siblings = tasks_beside() if trains else ""
+    if siblings or not place.can_meet:
+        extra("no_meeting")(siblings)
     if place.agent:
         die_with_the_parent()
     note_that_it_waits(True)
@@ -138,16 +132,15 @@ def parse_options(
             given = extra("fork")(given, script)
         opts = Options(script=script, **given)
         check_names(opts)
-        check_together(opts)
-        check_files(opts)
+        world = here().size if processes is None else processes
+        if script != "ddp" or given.keys() - FIRST_RUN:
+            extra("rules")(opts, world)
+        check_folder(opts)
         wrong = []
         with suppress(OSError, UserError):  # of what cannot be read the store tells
             if opts.is_bound:
                 wrong = opts.compare(read_options(opts.run_dir))
         opts.refuse_another_run(wrong)
-        world = here().size if processes is None else processes
-        if world:
-            check_world(opts, world)
         if argv is None and here().rank == 0 and not here().launched:  # its launcher has printed it
             say(f"{opts.run_dir}: starting; importing torch takes some seconds")
         if processes is None:
@@ -157,18 +150,31 @@ def parse_options(
     return opts
 
 
-def read_arguments(given: Values, own: Values) -> Options:
-    """Check the options of a script of one's own: those `given` are read as flags are."""
-    words = []
-    for name, value in given.items():
-        if isinstance(value, bool):
-            words += [flag_of(name)] * (value != getattr(Options, name))
-        elif value is not None:
-            words.append(f"{flag_of(name)}={value}")
+def check_names(opts):
+    """Refuse a name that does not exist, before torch is imported."""
+    for option, known in NAMES.items():
+        name = getattr(opts, option)
+        if ".py" in name or known and kind_of(name) not in known:
+            extra("name")(option, name, known)
+
+
+def check_folder(opts):
+    """Refuse a folder that is not there or not safe, before torch is imported."""
+    place = next(path for path in (opts.run_dir, *opts.run_dir.parents) if os.path.lexists(path))
+    if not os.access(os.path.join(place, ""), os.W_OK | os.X_OK):
+        raise UserError(
+            f"--run-dir: {str(place)!r} is not a folder that can be written to\n"
+            "give the run a folder of its own"
+        )
+    if place == opts.run_dir and place.stat().st_mode & 0o002:
+        raise UserError(f"--run-dir: anybody may write into {str(place)!r}\nchmod o-w {place}")
+
+
+def read_arguments(words: list[str], own: Values) -> Options:
+    """Check the options of a script of one's own, which has `own` in place of more flags."""
     opts = Options(**read_flags(words, None, "ddp") | own)
-    check_clashes(opts)
-    check_files(opts)
-    check_world(opts, here().size)
+    extra("rules_of_arguments")(opts, here().size)
+    check_folder(opts)
     _check_torch()
     return opts
 

@@ -29,24 +29,29 @@ DATASETS = {  # name: its function of (options), and the flags that not every da
     "text": ("common.extras.text:text", ("data_dir",)),
     "tokens": ("common.extras.text:tokens", ("data_dir", "vocab_size")),
 }
-EXTRAS: dict[
-    str, str
-] = {  # what is imported only where an option, a name or an argument of Elastic asks for it
+# What is imported only where an option, a name, an argument of Elastic or a terminal asks for it.
+EXTRAS: dict[str, str] = {
     "name": "common.extras.flags:check_name",  # that is not in NAMES
+    "rules": "common.extras.rules:check_flags",  # of more flags than a first run gives
+    "rules_of_arguments": "common.extras.rules:check_arguments",
+    "no_meeting": "common.extras.flags:refuse_to_meet",
     "unknown_flag": "common.extras.flags:refuse_flag",
     "optimizer_args": "common.extras.flags:keywords",
     "own_file": "common.extras.own_files:load_file",
     "call": "common.extras.own_files:call_user",  # a function in one
     "own_data": "common.extras.own_data:own_data",
     "dataset": "common.extras.own_data:DatasetSamples",
+    "as_input": "common.extras.own_data:as_input",  # of numbers that are no pictures
+    "uniforms": "common.extras.datasets:uniforms",
+    "bar": "common.extras.bar:Bar",
     "torchvision": "common.extras.nets:build_torchvision",
-    "lazy": "common.extras.nets:make_lazy_weights",
+    "own_net": "common.extras.own_net:own_net",
     "init_from": "common.extras.weights:load_weights",
     "init_source": "common.extras.weights:source_of",  # with init_from
     "fork": "common.extras.fork:inherited",
     "another_run": "common.extras.another_run:load",  # with fork or resume
     "older_one": "common.extras.another_run:refuse_an_older_one",  # with resume
-    "freeze": "common.extras.weights:freeze",
+    "freeze": "common.extras.weights:freeze",  # also parts that a net of a user's own has frozen
     "load": "common.extras.load:load",
     "tokens": "common.extras.text:refuse_unshifted",
     "workers": "common.extras.workers:from_workers",
@@ -91,6 +96,10 @@ RATES = {  # torch's own where they are not RATE; sgd has ours; tests/training c
 FUSED = ("sgd", "adam", "adamw")  # each weight's update is its own
 
 
+def flag_of(name: str) -> str:
+    return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
+
+
 def find_function(place: str, *default: None) -> Any:
     """Import the function that `place` names; `default`, if one is given and there is no such function."""
     module, _, name = place.rpartition(":")
@@ -111,11 +120,3 @@ def kind_of(name: str) -> str:
     """Return a name without its size."""
     kind = name.partition(":")[0]
     return kind if kind in SIZED else name
-
-
-def flags_of_dataset(name: str) -> tuple[str, ...]:
-    """Return the flags of DATASETS that can take effect with this dataset."""
-    if ".py:" in name:
-        return FOLDERS
-    _, flags = DATASETS.get(kind_of(name), ("", ()))
-    return flags

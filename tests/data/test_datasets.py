@@ -12,8 +12,8 @@ import torch
 from ranks import fork_ranks
 from refusals import refusal
 
-from common.data import load_data, preload
-from common.data.loading import PRELOADED
+from common.data import PRELOADED, load_data
+from common.extras.preload import preload
 from common.options import Options
 
 

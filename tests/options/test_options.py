@@ -17,10 +17,10 @@ from stores import two_checkpoints
 from common.errors import blamed
 from common.extras.flags import torchvision_models
 from common.extras.own_files import call_user, load_file
-from common.options import Options, parse_options
-from common.options.parser import begin_life
-from common.options.registry import DATASETS, MODELS, find_function, flags_of_dataset
-from common.options.rules import flag_of
+from common.extras.rules import CLASHES
+from common.options import FLAGS, Options, flag_of, parse_options
+from common.options.parser import FIRST_RUN, begin_life
+from common.options.registry import DATASETS, MODELS, find_function
 from common.options.user import text_of
 from common.place import here
 
@@ -102,9 +102,17 @@ def test_a_flag_of_one_dataset_is_refused_by_every_other(capsys, monkeypatch, da
     """Also one that somebody puts into the table tomorrow: no list beside the table has to know it."""
     monkeypatch.setitem(DATASETS, "blobs", ("", ("label_smoothing",)))
     values = {"download": [], "bad_samples": ["skip"], "label_smoothing": ["0.5"]}
-    for flag in {flag for _, flags in DATASETS.values() for flag in flags} - {*flags_of_dataset(dataset)}:
+    of_datasets = {flag for _, flags in DATASETS.values() for flag in flags}
+    for flag in of_datasets.difference(Options(dataset=dataset).flags_of_dataset):
         said = refused(capsys, "--dataset", dataset, flag_of(flag), *values.get(flag, ["9"]))
         assert f"{flag_of(flag)} cannot take effect with --dataset {dataset}" in said
+
+
+def test_no_rule_is_about_a_flag_with_which_a_start_skips_the_rules():
+    ruled = {flag.partition("=")[0] for flag, _, _ in CLASHES}
+    ruled |= {flag_of(flag) for _, flags in DATASETS.values() for flag in flags}
+    assert not ruled & {flag_of(name) for name in FIRST_RUN}
+    assert FIRST_RUN < {field.name for field in FLAGS.values()}
 
 
 @pytest.mark.parametrize("place", [*MODELS.values(), *(place for place, _ in DATASETS.values())])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common.sampler import ElasticSampler, hash_seed, permute, uniforms
+from common.extras.datasets import uniforms
+from common.sampler import ElasticSampler, hash_seed, permute
 
 HOUSE = Path(__file__).parents[2]
 POWERS = [2**k + d for k in range(5, 18) for d in (-1, 0, 1)]

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from common import sampler
-from common.sampler import hash_seed, permute, uniforms
+from common.extras.datasets import uniforms
+from common.sampler import hash_seed, permute
 
 
 def z_of_counts(counts, freedom=None):

@@ -25,9 +25,9 @@ import train_mp
 from common.errors import guarded
 from common.extras.bits import Slices
 from common.extras.fp16 import Scaler
+from common.extras.rules import check_world
 from common.models import build_model
 from common.options import Options
-from common.options.rules import check_world
 from common.sealed import sealed
 from common.world import world as pinned
 

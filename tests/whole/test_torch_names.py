@@ -76,7 +76,7 @@ def test_this_torch_lacks_none():
 def test_a_training_refuses_a_torch_that_lacks_a_name_before_it_meets_others(monkeypatch, tmp_path):
     without(monkeypatch, "torch", "_foreach_copy_")
     with pytest.raises(UserError, match="_foreach_copy_ in torch"):
-        parser.read_arguments({"run_dir": tmp_path}, {})
+        parser.read_arguments([f"--run-dir={tmp_path}"], {})
 
 
 LACKS = """

@@ -1,11 +1,13 @@
-"""Which flags contradict each other, this world or this machine's files; each such pair is an error."""
+"""Which flags contradict each other, this world or this machine's files; each such pair is an error.
+
+No torch here. A first run gives none of these flags (FIRST_RUN in options/parser.py), and imports no rule.
+"""
 
 import os
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from common.errors import UserError
-from common.options.registry import DATASETS, NAMES, extra, flags_of_dataset, kind_of
+from common.options import DATASETS, Options, extra, flag_of
 
 CLASHES = (  # the first cannot take effect with the second, because ...
     ("--micro-batch-size", "--virtual-ranks", "a slice is one forward, so its size is already fixed"),
@@ -32,23 +34,27 @@ CLASHES = (  # the first cannot take effect with the second, because ...
 )
 
 
-def flag_of(name: str) -> str:
-    return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
+def check_flags(opts: Options, world: int) -> None:
+    """Refuse flags that contradict each other or cannot take effect; a `world` of 0 is not known yet."""
+    check_arguments(opts, world)
+    if opts.optimizer_args:
+        extra("optimizer_args")(opts.optimizer_args)
+    of_datasets = {flag for _, flags in DATASETS.values() for flag in flags}
+    for flag in map(flag_of, sorted(of_datasets.difference(opts.flags_of_dataset))):
+        if is_given(flag, opts):
+            raise UserError(f"{flag} cannot take effect with --dataset {opts.dataset}\nleave it out")
+    if opts.min_lr >= opts.lr:
+        lower = " or lower --min-lr" if opts.min_lr else ""
+        raise UserError(f"--lr {opts.lr} is not above --min-lr {opts.min_lr}\nraise --lr{lower}")
 
 
-def check_names(opts):
-    """Refuse a name that does not exist, before torch is imported."""
-    for option, known in NAMES.items():
-        name = getattr(opts, option)
-        path = name.rpartition(":")[0]
-        if ".py" in name:
-            if not Path(path).is_file():
-                missing = f"file {path!r}" if path else "function"
-                raise UserError(
-                    f"{flag_of(option)} {name}: there is no {missing}\nwrite path/to/file.py:function"
-                )
-        elif known and kind_of(name) not in known:
-            extra("name")(option, name, known)
+def check_arguments(opts: Options, world: int) -> None:
+    """Refuse what contradicts each other, this world, or this machine's files, also in Elastic(...)."""
+    for flag, other, why in CLASHES:
+        if is_given(flag, opts) and is_given(other, opts):
+            raise UserError(f"{flag} cannot take effect with {other}: {why}\nleave out one of them")
+    check_files(opts)
+    check_world(opts, world)
 
 
 def is_given(flag, opts):
@@ -58,27 +64,6 @@ def is_given(flag, opts):
     if has_value:
         return fnmatchcase(str(value), pattern)
     return value not in (0, getattr(type(opts), name))
-
-
-def check_clashes(opts):
-    """Refuse two flags that contradict each other."""
-    for flag, other, why in CLASHES:
-        if is_given(flag, opts) and is_given(other, opts):
-            raise UserError(f"{flag} cannot take effect with {other}: {why}\nleave out one of them")
-
-
-def check_together(opts):
-    """Refuse flags that contradict each other or cannot take effect together."""
-    check_clashes(opts)
-    if opts.optimizer_args:
-        extra("optimizer_args")(opts.optimizer_args)
-    of_datasets = {flag for _, flags in DATASETS.values() for flag in flags}
-    for flag in map(flag_of, sorted(of_datasets.difference(flags_of_dataset(opts.dataset)))):
-        if is_given(flag, opts):
-            raise UserError(f"{flag} cannot take effect with --dataset {opts.dataset}\nleave it out")
-    if opts.min_lr >= opts.lr:
-        lower = " or lower --min-lr" if opts.min_lr else ""
-        raise UserError(f"--lr {opts.lr} is not above --min-lr {opts.min_lr}\nraise --lr{lower}")
 
 
 def check_world(opts, world):
@@ -106,11 +91,3 @@ def check_files(opts):
                 f"{flag}: {path!r} is not there\n"
                 "give the folder of a checkpoint to --resume, a file of weights to --init-from"
             )
-    place = next(path for path in (opts.run_dir, *opts.run_dir.parents) if os.path.lexists(path))
-    if not os.access(os.path.join(place, ""), os.W_OK | os.X_OK):
-        raise UserError(
-            f"--run-dir: {str(place)!r} is not a folder that can be written to\n"
-            "give the run a folder of its own"
-        )
-    if place == opts.run_dir and place.stat().st_mode & 0o002:
-        raise UserError(f"--run-dir: anybody may write into {str(place)!r}\nchmod o-w {place}")
