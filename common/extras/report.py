@@ -181,7 +181,7 @@ def print_audit(runs):
     if unproven:
         print(
             f"unproven {len(unproven)} steps, from {unproven[0]} to {unproven[-1]}: "
-            "a rank has no notes there (lost, or in the folder of another node: name it too)"
+            "a rank has no notes there (no --audit then, lost, or in another node's folder: name it too)"
         )
     return int(bool(wrong or unproven))
 

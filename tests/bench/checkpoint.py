@@ -25,15 +25,22 @@ from common.store import CheckpointStore
 from common.world import World
 
 
-def ways_to_save(folder, mb, device, durable):
-    """{name: a function that trains, saves, and returns the seconds it held the loop}; fills `durable`."""
+def store_of(folder, mb, device, copy_to=""):
+    """A store of a net and its optimizer, of `mb` together."""
     layers = max(1, round(mb / 12.6))  # weights and two moments of Adam: 12 bytes a weight
     net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)]).to(device)
-    opts = Options(run_dir=folder / "run", optimizer="adamw", save_every=1, save_seconds=0)
-    state = state_of(net, opts, 10**6)
+    opts = Options(run_dir=folder, optimizer="adamw", save_every=1, save_seconds=0, copy_to=copy_to)
     world = World(0, 1, 0, 1, (device,), uuid.uuid4().hex[:12])
     store = CheckpointStore(opts, world, "f" * 64)
-    store.restore(state)
+    store.restore(state_of(net, opts, 10**6))
+    return store
+
+
+def ways_to_save(folder, mb, device, durable):
+    """{name: a function that trains, saves, and returns the seconds it held the loop}; fills `durable`."""
+    store = store_of(folder / "run", mb, device)
+    state = store.saver.state
+    net = state.net
     tensors = [t for part in state.tensors().values() for t in part.values() if t.is_floating_point()]
     size = sum(t.nbytes for t in tensors)
     buffers = [torch.full((size,), value, dtype=torch.uint8) for value in (1, 2)]
