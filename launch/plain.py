@@ -11,9 +11,10 @@ import torch
 
 from common.data import batches
 from common.device import gpus
+from common.extras.schedules import learning_rate
 from common.sampler import ElasticSampler, seed
 from common.training.modes import Modes
-from common.training.optimizer import groups_of, learning_rate, turns_of
+from common.training.optimizer import groups_of, turns_of
 from common.training.progress import Progress
 from common.training.replicas import Called
 from common.training.step import placed

@@ -41,6 +41,11 @@ EXTRAS: dict[
     "dataset": "common.extras.own_data:DatasetSamples",
     "torchvision": "common.extras.nets:build_torchvision",
     "lazy": "common.extras.nets:make_lazy_weights",
+    "task": "common.extras.tasks:task_of",  # other than classify
+    "loss": "common.extras.tasks:loss_of",  # of a loop of one's own
+    "judge": "common.extras.tasks:Judge",
+    "schedule": "common.extras.schedules:learning_rate",  # other than constant
+    "own_optimizer": "common.extras.own_optimizer:own_optimizer",
     "init_from": "common.extras.weights:load_weights",
     "fork": "common.extras.fork:inherited",
     "freeze": "common.extras.weights:freeze",
@@ -54,11 +59,14 @@ EXTRAS: dict[
     "cross_check": "common.extras.votes:VotedGradient",
     "rehearsed": "common.extras.rehearsed:was_rehearsed",  # of code of one's own
     "copy_to": "common.extras.bucket:Bucket",
+    "batch_norm": "common.extras.batch_norm:warn_of_one_sample",
+    "merging": "common.extras.merging:BeforeMerging",
     "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
     "arguments": "common.extras.arguments:options_of",  # in place of flags
     "in_arguments": "common.extras.arguments:in_arguments",
     "mean": "common.extras.all_ranks:mean",
     "gather": "common.extras.all_ranks:rows",
+    "reports": "common.extras.all_ranks:warn_of_other_reports",
     "turns": "common.extras.turns:Turns",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE

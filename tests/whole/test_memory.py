@@ -19,7 +19,8 @@ from torch.nn import functional as F
 import common.elastic as house
 from common.data import Batch
 from common.data.samples import as_input
-from common.elastic import Elastic, warn_of_one_sample
+from common.elastic import Elastic
+from common.extras.batch_norm import warn_of_one_sample
 from common.options import Options
 from common.training import find_task
 from common.world import world as pinned
