@@ -102,7 +102,6 @@ class Slices:
     """
 
     def __init__(self, net, world, slices):
-        self.net = net
         self.world = world
         self.count = slices
         self.own = share(slices, world.rank, world.size)
@@ -163,17 +162,14 @@ class Slices:
     def _ready(self, p):
         """Send, as autograd's hook in the last slice's backward, the buckets that it has filled."""
         with self.turn:  # autograd has a thread a device
-            self._take(p)
-
-    def _take(self, p):
-        waiting = self.bucket_of[p].waiting
-        if p not in waiting:
-            raise UserError(
-                "a weight got its gradient in two parts: --virtual-ranks would send the first part alone\n"
-                "leave the backward to the script, and give torch.utils.checkpoint use_reentrant=False"
-            )
-        waiting.remove(p)
-        self._collect()
+            waiting = self.bucket_of[p].waiting
+            if p not in waiting:
+                raise UserError(
+                    "a weight got its gradient in two parts: --virtual-ranks would send the first alone\n"
+                    "leave the backward to the script, and give torch.utils.checkpoint use_reentrant=False"
+                )
+            waiting.remove(p)
+            self._collect()
 
     @torch.no_grad()
     def _collect(self):
