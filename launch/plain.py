@@ -11,9 +11,11 @@ import torch
 
 from common.data import Batch, batches
 from common.device import gpus
+from common.extras.schedules import learning_rate
+from common.options import extra
 from common.sampler import ElasticSampler, seed
 from common.training.modes import Modes
-from common.training.optimizer import groups_of, learning_rate, turns_of
+from common.training.optimizer import groups_of, turns_of
 from common.training.progress import Progress
 from common.training.replicas import Called
 from common.training.step import placed
@@ -31,7 +33,7 @@ class Plain(Watched):
 
     def __enter__(self):
         if not self.opts:
-            self._read_arguments()
+            self.opts = extra("arguments")(self)
         self.cut()
         self.device = (*gpus(), torch.device("cpu"))[0]
         self.world = World(0, 1, 0, 1, (self.device,), "plain")

@@ -1,4 +1,4 @@
-"""Numbers and tensors of all ranks, for a loop of one's own: `run.mean` and `run.gather`."""
+"""Numbers and tensors of all ranks, for a loop of one's own: `run.mean`, `run.gather`, differing reports."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import UserError, warn
 from common.world import gather
 
 
@@ -32,6 +32,21 @@ def rows(run: Any, tensor: Tensor) -> Tensor:
     whole = total.view(torch.uint8) if total.dtype in (torch.bool, torch.bfloat16) else total
     run.world.all_sum(whole)  # every other rank has zeros there
     return total.to(tensor.device)
+
+
+def warn_of_other_reports(reports: list[dict[str, Any]]) -> bool:
+    """Warn if two ranks report different numbers of a step, and return whether; rank 0 may report alone."""
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        for name, value in report.items():
+            same = math.isclose(value, first.get(name, math.nan), rel_tol=1e-6, abs_tol=1e-9)
+            if report["step"] == first.get("step") and not same:
+                warn(
+                    f"rank 0 reports {name} {first.get(name)}, rank {rank} {value}: rank 0's counts\n"
+                    "run.mean(value, count) and run.gather(tensor) have those of all ranks"
+                )
+                return True
+    return False
 
 
 def own_samples(run, name):

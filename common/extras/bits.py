@@ -51,9 +51,20 @@ BUCKET_BYTES = 25 << 20  # of the other buckets
 
 def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[..., "SliceGradient"]:
     """Return what makes the gradient of (batch, state, world, split) with --virtual-ranks."""
+    refuse_dropout_of_cudnn(net, world.device)
     slices = Slices(net, world, opts.virtual_ranks)
     kind = extra("cross_check") if opts.cross_check and world.size > 1 else SliceGradient
     return functools.partial(kind, slices)
+
+
+def refuse_dropout_of_cudnn(net: nn.Module, device: torch.device) -> None:
+    """UserError for draws that no seed sets."""
+    if is_gpu(device) and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
+        raise UserError(
+            "cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
+            "--virtual-ranks would have other bits each time\n"
+            "put nn.Dropout between RNNs of one layer"
+        )
 
 
 class SliceGradient(Gradient):
@@ -91,7 +102,6 @@ class Slices:
     """
 
     def __init__(self, net, world, slices):
-        self.net = net
         self.world = world
         self.count = slices
         self.own = share(slices, world.rank, world.size)
@@ -152,17 +162,14 @@ class Slices:
     def _ready(self, p):
         """Send, as autograd's hook in the last slice's backward, the buckets that it has filled."""
         with self.turn:  # autograd has a thread a device
-            self._take(p)
-
-    def _take(self, p):
-        waiting = self.bucket_of[p].waiting
-        if p not in waiting:
-            raise UserError(
-                "a weight got its gradient in two parts: --virtual-ranks would send the first part alone\n"
-                "leave the backward to the script, and give torch.utils.checkpoint use_reentrant=False"
-            )
-        waiting.remove(p)
-        self._collect()
+            waiting = self.bucket_of[p].waiting
+            if p not in waiting:
+                raise UserError(
+                    "a weight got its gradient in two parts: --virtual-ranks would send the first alone\n"
+                    "leave the backward to the script, and give torch.utils.checkpoint use_reentrant=False"
+                )
+            waiting.remove(p)
+            self._collect()
 
     @torch.no_grad()
     def _collect(self):
@@ -211,7 +218,9 @@ class Bucket:
             places = [row.storage_offset() + start for start in self.starts]
             parts = zip(members, places, strict=True)
             self.views.append([row.as_strided(t.shape, t.stride(), place) for t, place in parts])
-        self.received = list(first.new_empty(sum(self.rows_of), part).split(self.rows_of))
+        self.taken = first.new_empty(sum(self.rows_of), part)
+        self.received = list(self.taken.split(self.rows_of))
+        self.has_collectives = is_gpu(first.device) and world.size > 1
 
     def collect(self, carries):
         """Add the subtrees that a slice completes; autograd has made the first of these additions."""
@@ -228,8 +237,13 @@ class Bucket:
             torch._foreach_copy_(views, row)
         self.rows.clear()
         parts = self.flat.transpose(0, 1).contiguous()  # a copy only if there are several rows
-        self.received[self.world.rank] = parts[self.world.rank]
-        self._exchange(parts, self.received)
+        if self.has_collectives:
+            sizes = [len(self.flat)] * self.world.size
+            sent = dist.all_to_all_single(self.taken, parts.flatten(0, 1), self.rows_of, sizes, async_op=True)
+            self.works = [sent]
+        else:
+            self.received[self.world.rank] = parts[self.world.rank]
+            self._exchange(parts, self.received)
 
     def add(self):
         """End the tree for this rank's part, and begin to send it to all."""
@@ -242,8 +256,8 @@ class Bucket:
         if self.order:  # else one row is the sum
             i, j = self.order[-1]
             torch.add(rows[i], rows[j], out=part)
-        if is_gpu(part.device) and self.world.size > 1:  # NCCL's ring crosses a network once a machine
-            self.works = [dist.all_gather_into_tensor(result, part, async_op=True)]
+        if self.has_collectives:  # NCCL's ring crosses a network once a machine
+            self.works = [dist.all_gather_into_tensor(result.view(-1), part, async_op=True)]
         else:
             self._exchange([part] * self.world.size, result)
 

@@ -60,7 +60,7 @@ class VotedGradient(SliceGradient):
         elif len(self.votes) == 1:
             self.parts.append(slice_of(self.checked, self.split, self.state))
         else:
-            self.odd = odd_ranks(*self.votes, f"slice {self.checked}", self.state, self.world)
+            self.odd = odd_ranks(*self.votes, self.checked, self.state, self.world)
 
 
 def count_votes(store, odd):
@@ -103,12 +103,12 @@ def slice_of(v, split, state):
     return v, batch.ids, batch.data if batch.ids else None
 
 
-def odd_ranks(votes, again, what, state, world):
-    """Return the ranks that compute it with other bits than most, in words."""
+def odd_ranks(votes, again, v, state, world):
+    """Return the ranks that compute slice v with other bits than most, in words."""
     bits, count = Counter(votes + again).most_common(1)[0]
     odd = [rank for rank in range(world.size) if {votes[rank], again[rank]} != {bits}]
     if count <= world.size:  # no majority: it may be any of them
         odd = list(range(world.size))
     hosts = gather(world, socket.gethostname())
     names = " or ".join(f"rank {rank} (host {hosts[rank]})" for rank in odd)
-    return f"step {state.progress.step + 1}: {names} computes {what} with other bits than another rank"
+    return f"step {state.progress.step + 1}: {names} computes slice {v} with other bits than another rank"

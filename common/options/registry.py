@@ -46,6 +46,11 @@ EXTRAS: dict[str, str] = {
     "bar": "common.extras.bar:Bar",
     "torchvision": "common.extras.nets:build_torchvision",
     "own_net": "common.extras.own_net:own_net",
+    "task": "common.extras.tasks:task_of",  # other than classify
+    "loss": "common.extras.tasks:loss_of",  # of a loop of one's own
+    "judge": "common.extras.tasks:Judge",
+    "schedule": "common.extras.schedules:learning_rate",  # other than constant
+    "own_optimizer": "common.extras.own_optimizer:own_optimizer",
     "init_from": "common.extras.weights:load_weights",
     "init_source": "common.extras.weights:source_of",  # with init_from
     "fork": "common.extras.fork:inherited",
@@ -64,6 +69,8 @@ EXTRAS: dict[str, str] = {
     "digest_every": "common.extras.digests:note_digest",
     "rehearsed": "common.extras.rehearsed:was_rehearsed",  # of code of one's own
     "copy_to": "common.extras.bucket:Bucket",
+    "batch_norm": "common.extras.batch_norm:warn_of_one_sample",
+    "merging": "common.extras.merging:BeforeMerging",
     "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
     "arguments": "common.extras.arguments:options_of",  # in place of flags
     "in_arguments": "common.extras.arguments:in_arguments",
@@ -71,6 +78,7 @@ EXTRAS: dict[str, str] = {
     "gather": "common.extras.all_ranks:rows",
     "relay": "common.extras.relay:relay",  # to ranks that cannot read a checkpoint
     "pinned": "common.extras.pinned:pinned",  # on one GPU
+    "reports": "common.extras.all_ranks:warn_of_other_reports",
     "turns": "common.extras.turns:Turns",
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE

@@ -13,7 +13,7 @@ from common.data import loaded
 from common.sampler import seed
 from common.training.state import TrainState
 from common.training.step import placed
-from common.training.tasks import JUDGE, OWN, SHOWN_SAMPLES, Task
+from common.training.tasks import OWN, SHOWN_SAMPLES, Task
 from common.world import World, gather
 
 BLOCK = 256  # samples per forward: the same blocks at every world size
@@ -54,9 +54,7 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
         table[number] = row
     sums = world.all_sum(table).cumsum(0)[-1]
     totals[: len(sums)] = sums
-    metrics = {f"val_{name}": value for name, value in task.metrics(totals).items()}
-    if task.spec == JUDGE:
-        metrics |= task.whole(totals)
+    metrics = task.evaluation(totals)
     if len(split) <= SHOWN_SAMPLES:
         is_whole = predictions.shape == (2, len(split))  # the last block had all samples
         for pair in filter(None, gather(world, is_whole and predictions.tolist())):

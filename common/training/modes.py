@@ -7,9 +7,7 @@ a part of itself in evaluation mode, or change a number of its own.
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
-
-ROUNDED = 0.1  # of what eval() has changed in a weight, so much may be left
+from common.options import extra
 
 
 class Modes:
@@ -39,7 +37,9 @@ class Modes:
 
 
 class Before:
-    """Buffers, and weights of modules with an `eval()` or `train()` of their own, as they were before it."""
+    """The buffers as they were before it; with merging layers, as a LoRA, an extra keeps weights, too."""
+
+    weights: dict[nn.Parameter, Tensor] = {}  # that may change
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
@@ -49,41 +49,26 @@ class Before:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self.weights = {
-            p: p.detach().clone()
-            for module in net.modules()
-            if own(module, "train") or own(module, "eval")
-            for p in module.parameters()
-        }
 
-    def moved(self) -> dict[nn.Parameter, float]:
-        """Return how far each of these weights is from what it was."""
-        return {p: distance(p, weight) for p, weight in self.weights.items()}
+    def eval(self) -> None:
+        self.net.eval()
 
     @torch.no_grad()
-    def put_back(self, merged: dict[nn.Parameter, float]) -> None:
-        """Restore all to the bit; UserError if train() has not undone eval(), but for rounding."""
-        left = self.moved()
-        for p, weight in self.weights.items():
-            p.data.copy_(weight)  # not counted as a change
+    def put_back(self) -> None:
+        """Restore all to the bit."""
         for owner, name, buffer in self.buffers:
             if owner[name].shape == buffer.shape:
                 owner[name].copy_(buffer)
             else:
                 owner[name] = buffer
-        for name, p in self.net.named_parameters():
-            if left.get(p, 0.0) > ROUNDED * merged.get(p, 0.0):
-                raise UserError(
-                    f"net.eval() changes {name}, and net.train() does not undo it\n"
-                    "undo it there, or leave the weights alone: training goes on with what train() leaves"
-                )
+
+
+def before_evaluation(net: nn.Module) -> Before:
+    """Return what puts everything back after it."""
+    merging = [module for module in net.modules() if own(module, "train") or own(module, "eval")]
+    return extra("merging")(net, merging) if merging else Before(net)
 
 
 def own(module: nn.Module, name: str) -> bool:
     """Return whether a module has a method of its own in place of nn.Module's."""
     return getattr(getattr(module, name), "__func__", None) is not getattr(nn.Module, name)
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference."""
-    return float((a.detach() - b).abs().max()) if a.numel() else 0.0

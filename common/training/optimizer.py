@@ -1,7 +1,5 @@
-"""The optimizer: how it is made, the state it begins with, the gradient it gets, the learning rate."""
+"""The optimizer: how it is made, its state by names, the gradient it gets."""
 
-import inspect
-import math
 from collections import defaultdict
 
 import torch
@@ -14,7 +12,7 @@ from common.options import Options, extra
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     """Return the optimizer of --optimizer, over all weights that train."""
     if ".py" in opts.optimizer:
-        return checked(extra("call")(opts.optimizer, net, opts, first=True), opts)
+        return extra("own_optimizer")(net, opts)
     weights = [p for p in net.parameters() if p.requires_grad]
     kind, arguments = opts.torch_optimizer
     if any(p.is_complex() for p in weights):
@@ -30,23 +28,6 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
         "change --optimizer-args, or write a function: path/to/file.py:function",
     ):
         return kind(groups, **arguments)
-
-
-def checked(optimizer, opts):
-    """Return a user's optimizer; UserError unless it is one, at the rate of --lr."""
-    flag = f"--optimizer {opts.optimizer}"
-    with blamed(flag, "return a torch.optim.Optimizer of the net's weights"):
-        groups_of(optimizer)
-    for part in parts_of(optimizer):
-        usual = inspect.signature(type(part)).parameters.get("lr")
-        for group in part.param_groups:
-            if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
-                raise UserError(
-                    f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
-                    "give --lr, and a group with another rate a `scale`"
-                )
-            group["lr"] = opts.lr * group.get("scale", 1.0)
-    return optimizer
 
 
 # ---- an optimizer may hold others: Muon for the matrices and AdamW for the rest, say ----
@@ -137,32 +118,3 @@ def divide(gradients, divisor):
         alike[gradient.device, gradient.dtype].append(gradient)
     for (device, kind), rows in alike.items():
         torch._foreach_div_(rows, divisor.to(device, torch.promote_types(kind, torch.float32)))
-
-
-# ---- the learning rate ----
-def learning_rate(step, opts, steps_per_epoch, schedule=None):
-    """Return the rate of a step: a pure function, so nothing is stored and nothing is lost with a node.
-
-    `schedule` is that of a loop of one's own: a function of (step, steps in all), as --lr-schedule names one.
-    """
-    warmup = opts.warmup_epochs * steps_per_epoch
-    total = max(1, opts.epochs * steps_per_epoch)
-    if schedule or ".py" in opts.lr_schedule:
-        if schedule:
-            value = schedule(step, total)
-        else:
-            value = extra("call")(opts.lr_schedule, step, total, opts, first=True)
-        if not isinstance(value, (int, float)) or not 0 <= value < 1e300:
-            raise UserError(
-                f"the schedule returned {value!r} for step {step}\n"
-                "wanted: a factor of the learning rate, a number from 0"
-            )
-        return opts.lr * value
-    if step < warmup:
-        return opts.lr * (step + 1) / (warmup + 1)
-    if opts.lr_schedule == "cosine":
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
-        return opts.min_lr + (opts.lr - opts.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
-    if opts.lr_schedule == "step":  # a tenth after each third of the run
-        return max(opts.min_lr, opts.lr * 0.1 ** min(2, 3 * step // total))
-    return opts.lr

@@ -18,20 +18,12 @@ from common.world import World
 
 def prepare(net: nn.Module, opts: Options, world: World) -> None:
     """Give the net the layers and the memory layout of the options; names do not change."""
-    gpu = is_gpu(world.device)
     for flag, on in {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}.items():
-        if on and not gpu:
+        if on and not is_gpu(world.device):
             raise UserError(
                 f"--{flag} works on GPUs only, this process has {world.device}\n"
                 "leave it out, or make a GPU visible"
             )
-    has_state_of_its_own = any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules())
-    if gpu and has_state_of_its_own and opts.virtual_ranks:
-        raise UserError(
-            "cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
-            "--virtual-ranks would have other bits each time\n"
-            "put nn.Dropout between RNNs of one layer"
-        )
     torch.autograd.set_detect_anomaly(opts.debug)
     if opts.channels_last:
         net.to(memory_format=torch.channels_last)

@@ -25,16 +25,8 @@ from common.device import devices_of, mark, wait_by_asking
 from common.errors import UserError, blamed
 from common.options import Options, extra
 from common.sampler import seed
-from common.training.modes import Before, Modes
-from common.training.optimizer import (
-    check_groups,
-    groups_of,
-    learning_rate,
-    named_state,
-    take_state,
-    turns_of,
-    weights_of,
-)
+from common.training.modes import Modes, before_evaluation
+from common.training.optimizer import check_groups, groups_of, named_state, take_state, turns_of, weights_of
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
 from common.training.tasks import OWN, Task, best_of
@@ -67,7 +59,6 @@ class TrainState:
         self.opts = opts
         self.task = task
         self.progress = Progress(opts, samples, len(turns_of(optimizer)), shuffled)
-        self.rate = lambda step: learning_rate(step, opts, self.progress.steps_per_epoch, schedule)
         if self.task.names:
             best_of(opts, self.task)  # a wrong --best is an error before the first step
         self.names = {p: name for name, p in net.named_parameters()}
@@ -84,6 +75,7 @@ class TrainState:
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
         self.heartbeat = 0  # moves with work of any kind: if that of no rank does, the run hangs
         self.ends_epoch = False  # from the last step of an epoch on
+        self.schedule = schedule
         self.scheduled = bool(schedule or opts.lr_schedule != "constant" or opts.warmup_epochs)
         check_groups(optimizer, net)
         if self.scheduled:
@@ -142,6 +134,10 @@ class TrainState:
         if self.memory:
             self.memory.commit()
         self.know()
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate that the schedule has for a step."""
+        return extra("schedule")(step, self.opts, self.progress.steps_per_epoch, self.schedule)
 
     def set_rate(self) -> None:
         """Set the learning rate of this step, in all groups."""
@@ -235,16 +231,15 @@ class TrainState:
         with self.averages.in_the_net() if self.averages else nullcontext():
             outside = self.own
             with self.changing():
-                before = Before(self.net)
+                before = before_evaluation(self.net)
                 self.own = before.weights | outside
-                self.net.eval()
-                merged = before.moved()
+                before.eval()
             try:
                 yield
             finally:
                 with self.changing():
                     self.modes.train()
-                    before.put_back(merged)
+                    before.put_back()
                     self.own = outside
                 if before.weights:  # counted as changes, though they were undone
                     self.know()

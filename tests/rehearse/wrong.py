@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import common.extras.tasks
 import common.training.tasks
 
 
@@ -695,7 +696,7 @@ class Unguarded(Rehearsed):
 
     def made(self):
         common.training.TrainState.refuse_moved_weights = lambda self: None
-        common.training.tasks.reduced = lambda loss, how: False
+        common.extras.tasks.reduced = common.training.tasks.reduced = lambda loss, how: False
         return super().made()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import lives, rows
 from ranks import fork_ranks
 from refusals import refusal
@@ -23,6 +24,7 @@ import common.elastic as house
 import train_ddp
 import train_mp
 from common.errors import guarded
+from common.extras import bits
 from common.extras.bits import Slices
 from common.extras.fp16 import Scaler
 from common.extras.rules import check_world
@@ -279,6 +281,25 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
 
     for virtual_ranks in (0, 8):
         assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2
+
+
+@pytest.mark.parametrize("slices", [3, 8])
+def test_a_step_on_gpus_sends_no_message_and_has_the_bits_of_one_that_does(monkeypatch, slices):
+    """Each rank's messages grow with the ranks; a collective is one call a bucket."""
+
+    def stepped(world):
+        messages = []
+        batched = dist.batch_isend_irecv
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: messages.extend(ops) or batched(ops))
+        steps = small(world, slices)
+        for step in range(2):
+            steps.step(batch_at(world, step, slices))
+        return len(messages), [p.tolist() for p in steps.state.names]
+
+    sent = fork_ranks(3, stepped)
+    assert all(messages >= 8 for messages, _ in sent), "two ranks, to and from each, twice a step"
+    monkeypatch.setattr(bits, "is_gpu", lambda device: True)
+    assert fork_ranks(3, stepped) == [(0, weights) for _, weights in sent]
 
 
 def test_buckets_are_sent_in_one_order_whichever_thread_of_autograd_fills_them():

@@ -18,8 +18,9 @@ from torch import nn
 from common.checkpoint.tensors import Image
 from common.extras.devices import replicate
 from common.extras.stages import cut
+from common.extras.tasks import OwnTask
 from common.options import Options
-from common.training import Task, evaluate, on_device
+from common.training import evaluate, on_device
 
 
 def loss(net, batch):
@@ -46,8 +47,8 @@ def test_no_operation_of_a_step_or_an_evaluation_mixes_a_gpu_with_a_cpu(norm, ow
 
 
 def gather_alone():
-    for module in ("evaluate", "tasks"):  # the door has a function of the first name
-        importlib.import_module(f"common.training.{module}").gather = lambda world, value: [value]
+    for module in ("training.evaluate", "extras.tasks"):  # the door has a function of the first name
+        importlib.import_module(f"common.{module}").gather = lambda world, value: [value]
 
 
 def live(world, norm, own, flags):
@@ -57,14 +58,14 @@ def live(world, norm, own, flags):
     with fake_gpu() as made:
         net = made(lambda: net_of(norm()))
         x, y = torch.randn(8, 6), torch.arange(8) % 3
-        task = Task(loss, [], spec="own") if own else None
+        task = OwnTask(loss, [], spec="own") if own else None
         steps = Steps(net, opts, world, task=task)
         state = steps.state
         totals = steps.step(share_of(x, y, opts))
         state.note(totals)
         evaluate(steps.model, Samples(x, y), state, world, state.task)
         assert net[0].weight.is_cuda and totals.is_cuda
-        judge = Task(lambda *given: {"loss": (1.0, 8), "hits": loss(*given)["acc"]}, [], spec="judge")
+        judge = OwnTask(lambda *given: {"loss": (1.0, 8), "hits": loss(*given)["acc"]}, [], spec="judge")
         evaluate(steps.model, Samples(x, y), state, world, judge)
 
 

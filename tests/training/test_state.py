@@ -10,8 +10,8 @@ from torch import nn
 
 from common.errors import UserError
 from common.extras.bits import Bucket
+from common.extras.schedules import learning_rate
 from common.options import Options
-from common.training.optimizer import learning_rate
 from common.training.statistics import Statistics
 
 

@@ -11,6 +11,7 @@ from samples import ALONE, Steps
 
 from common.data import Batch, batches, load_data, map_tensors
 from common.extras.fp16 import Scaler
+from common.extras.tasks import loss_of
 from common.models import build_model
 from common.options import Options
 from common.sampler import ElasticSampler
@@ -158,8 +159,8 @@ def test_a_mean_with_a_count_and_a_sum_without_one_are_refused():
     with refusal("the loss is a mean"):
         task.minimised({"loss": (x.square().mean(), 3)})
     with refusal("the loss is a sum, of how many things"):
-        task.summed(x.square().sum(), None, 3)
-    assert task.summed(x.mean(), None, 3)[0] == 3 and task.summed(x.sum(), 3, 7) == (x.sum(), 3)
+        loss_of(x.square().sum(), None, 3)
+    assert loss_of(x.mean(), None, 3)[0] == 3 and loss_of(x.sum(), 3, 7) == (x.sum(), 3)
 
 
 def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import common.elastic as house
 from common.data import Batch
-from common.elastic import Elastic, warn_of_one_sample
+from common.elastic import Elastic
+from common.extras.batch_norm import warn_of_one_sample
 from common.extras.own_data import as_input
 from common.options import Options
 from common.training import find_task

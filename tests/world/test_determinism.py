@@ -11,7 +11,7 @@ from torch import nn
 
 from common.errors import blamed
 from common.options import Options
-from common.training import prepare
+from common.training import gradients_of, prepare
 from common.world import world as pinned
 
 
@@ -65,10 +65,13 @@ CUDNN = "one layer"  # it has a state of its own, which moves on with each forwa
     ],
 )
 def test_what_a_device_cannot_do_or_cannot_do_again_is_refused(device, flags, dropout, refused):
-    world = SimpleNamespace(device=torch.device(device), devices=(torch.device(device),))
+    device = torch.device(device)
+    world = SimpleNamespace(device=device, devices=(device,), rank=0, size=1)
+    opts = Options(**flags)
     net = nn.LSTM(4, 4, num_layers=2, dropout=dropout)
     with refusal(refused) if refused else contextlib.nullcontext():
-        prepare(net, Options(**flags), world)
+        prepare(net, opts, world)
+        gradients_of(net, None, opts, world)
 
 
 def test_a_layer_that_refuses_the_one_sample_of_a_process_says_how_to_resume():
