@@ -101,9 +101,9 @@ class Watched(common.elastic.Elastic):
         super().report(**metrics)
         self.note_row(self.progress.evaluated)
 
-    def _obey(self):
+    def _between_steps(self):
         self.note()
-        super()._obey()
+        super()._between_steps()
 
     # ---- what strikes ----
     def step(self, loss, count=None):
