@@ -209,7 +209,7 @@ def judged(whole, run):
 
 
 def compared(runs):
-    """(Noise, whether the order within a batch makes more than that, a gap to several processes, to a plain loop)
+    """(Noise, whether the order within a batch makes more than that, gaps: to processes, to a plain loop)
 
     A gap is the first place where runs are much farther apart than rounding leads, or None.
     """
