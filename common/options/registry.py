@@ -60,6 +60,9 @@ EXTRAS: dict[
     "mean": "common.extras.all_ranks:mean",
     "gather": "common.extras.all_ranks:rows",
     "turns": "common.extras.turns:Turns",
+    "devices": "common.extras.devices:named_devices",  # also of a net that is placed
+    "interface": "common.extras.machines:interface_towards",  # of several machines
+    "machines": "common.extras.machines:refuse_several_machines",  # without LOCAL_WORLD_SIZE
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 NAMES: dict[str, Collection[str]] = {  # of the flags that also take path/to/file.py:function
