@@ -34,7 +34,7 @@ from common.extras.rehearsed import note_rehearsal  # noqa: E402
 from common.options.user import imports_of  # noqa: E402
 from common.place import MEETING, die_with_the_parent  # noqa: E402
 from launch.command import NPROC, run_tool  # noqa: E402
-from launch.torchrun import check_options  # noqa: E402
+from launch.torchrun import check_options, find_script  # noqa: E402
 
 FORK = get_context("fork")
 KILL_STEP = 11  # of two processes
@@ -101,10 +101,10 @@ def rehearse_command(args):
 
 def script_of(command):
     """The script and its flags, without what starts it."""
-    for i, word in enumerate(command):
-        path = Path(word).resolve()
-        if path.suffix == ".py" and path.is_file() and path.parent != ROOT / "launch":
-            return command[i:]
+    words = [word for word in command if Path(word).resolve().parent != ROOT / "launch"]
+    script = words[find_script(words) :]
+    if script:
+        return script
     if command[0].endswith("local.sh"):
         flags = re.sub(f"{NPROC}\0?", "", "\0".join(command[1:])).split("\0")
         return [str(ROOT / "train_ddp.py"), *filter(None, flags)]
