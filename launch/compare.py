@@ -127,14 +127,12 @@ class Noise:
         """The step from which nothing can be compared."""
         return min((step for step in self.grown if self.grown[step] > limit), default=math.inf)
 
-    def gaps(self, other: Run):
-        """(distance over noise, Gap) of all that can be compared."""
-        ends = {False: self.loud(), True: self.loud(ROWS_LOUD)}
-        for step, name, one, two in self.run.pairs(other):
-            if name[0] != "/" and step < ends[name.startswith(ROW)]:  # no text of a memory
-                gap = Gap(step, name, apart(one, two), one.size, self.made[step, name])
-                yield gap.off / gap.noise, gap
-
     def far(self, other: Run) -> Gap | None:
         """The first place where the other run is much farther away than rounding leads."""
-        return next((gap for ratio, gap in self.gaps(other) if ratio > LIMIT), self.run.lacks(other))
+        ends = {False: self.loud(), True: self.loud(ROWS_LOUD)}
+        for step, name, one, two in self.run.pairs(other):
+            gap = Gap(step, name, apart(one, two), one.size, self.made[step, name])
+            is_text = name[0] == "/"  # of a memory
+            if gap.off > LIMIT * gap.noise and step < ends[name.startswith(ROW)] and not is_text:
+                return gap
+        return self.run.lacks(other)

@@ -1,7 +1,8 @@
 """The same program without this project: a plain loop in the place of Elastic.
 
 Forward, backward, clip, step, in one process. What the project does to a program alike in each of its runs is
-seen by nothing else. Order of samples, seeds, modes and arguments are taken as they are.
+seen by nothing else. Order of samples, seeds, modes and arguments are taken as they are. Weights are compared
+alone: of an evaluation, what it leaves in them.
 """
 
 from contextlib import contextmanager
@@ -10,16 +11,14 @@ from dataclasses import replace
 import torch
 
 from common.data import Batch, batches
-from common.device import gpus
 from common.extras.schedules import learning_rate
 from common.options import extra
 from common.sampler import ElasticSampler, seed
 from common.training.modes import Modes
-from common.training.optimizer import groups_of, turns_of
+from common.training.optimizer import groups_of, turns_of, weights_of
 from common.training.progress import Progress
 from common.training.replicas import Called
 from common.training.step import placed
-from common.world import World
 from launch.rehearsed import Watched
 
 
@@ -34,9 +33,8 @@ class Plain(Watched):
     def __enter__(self):
         if not self.opts:
             self.opts = extra("arguments")(self)
-        self.cut()
-        self.device = (*gpus(), torch.device("cpu"))[0]
-        self.world = World(0, 1, 0, 1, (self.device,), "plain")
+        self._join()
+        self.device = self.world.device
         self.parts = turns_of(self.optimizer)
         self.progress = Progress(self.opts, len(self.data.train), len(self.parts), self.shuffled)
         self.model = Called(self.net.to(self.device), self)  # casts, as --amp says
@@ -50,9 +48,6 @@ class Plain(Watched):
 
     def _end_step(self):
         pass
-
-    def named(self):
-        return self.net.state_dict()
 
     @contextmanager
     def evaluating(self):
@@ -75,7 +70,7 @@ class Plain(Watched):
             for _ in self.parts:
                 seed(opts.seed, "step", progress.step - progress.turn, 0)
                 yield Batch(parts, batch.size)
-                self.note()
+                self.note(self.net.state_dict())
 
     def step(self, loss, count=None):
         opts = self.opts
@@ -86,8 +81,7 @@ class Plain(Watched):
         mean.backward()
         part = self.parts[progress.turn]
         if opts.clip_grad_norm:
-            weights = [p for group in part.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(weights, opts.clip_grad_norm)
+            torch.nn.utils.clip_grad_norm_(weights_of(part), opts.clip_grad_norm)
         if self.schedule or opts.lr_schedule != "constant" or opts.warmup_epochs:
             rate = learning_rate(progress.planned, opts, progress.steps_per_epoch, self.schedule)
             for group in groups_of(self.optimizer):
@@ -96,11 +90,6 @@ class Plain(Watched):
         part.step()
         self.net.zero_grad()
         progress.count(opts.global_batch_size)
-        progress.record = {"step": progress.step, "loss": mean.item()}
 
     def report(self, **metrics):
-        row = {f"val_{name.removeprefix('val_')}": value for name, value in metrics.items()}
-        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
-        self.progress.evaluated = {"step": self.progress.step}
-        if not self.opts.ema_decay:
-            self.note_row(self.progress.evaluated | numbers)
+        pass

@@ -31,10 +31,10 @@ sys.path[:1] = [str(ROOT)]
 from common import errors  # noqa: E402
 from common.errors import UserError, say  # noqa: E402
 from common.extras.rehearsed import note_rehearsal  # noqa: E402
-from common.options import parse_options  # noqa: E402
 from common.options.user import imports_of  # noqa: E402
 from common.place import MEETING, die_with_the_parent  # noqa: E402
 from launch.command import NPROC, run_tool  # noqa: E402
+from launch.torchrun import check_options, find_script  # noqa: E402
 
 FORK = get_context("fork")
 KILL_STEP = 11  # of two processes
@@ -101,10 +101,10 @@ def rehearse_command(args):
 
 def script_of(command):
     """The script and its flags, without what starts it."""
-    for i, word in enumerate(command):
-        path = Path(word).resolve()
-        if path.suffix == ".py" and path.is_file() and path.parent != ROOT / "launch":
-            return command[i:]
+    words = [word for word in command if Path(word).resolve().parent != ROOT / "launch"]
+    script = words[find_script(words) :]
+    if script:
+        return script
     if command[0].endswith("local.sh"):
         flags = re.sub(f"{NPROC}\0?", "", "\0".join(command[1:])).split("\0")
         return [str(ROOT / "train_ddp.py"), *filter(None, flags)]
@@ -115,20 +115,17 @@ def import_what_it_needs(script):
     """Libraries that it imports, and data of this project: each process then begins with them."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # other threads do not survive a fork
     path = Path(script[0]).resolve()
-    options = {}
-    if b"parse_options" in path.read_bytes():
-        sys.argv = script
-        options = parse_options("", script[1:], processes=0).to_json()
+    opts = check_options(script, processes=0)
     from common.device import gpus
     from launch.worker import preload
 
-    preload(str(path), "launch.plain", options)
+    preload(str(path), "launch.plain", opts.to_json() if opts else {})
     # counting GPUs must not touch CUDA in a process that forks
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if len(gpus()) < MOST_PROCESSES:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in imports_of(path):
-        if not [*path.parent.glob(f"{name}*")] or path.parent == ROOT:  # what is beside it may draw
+        if not [*path.parent.glob(f"{name}*")]:  # what is beside it may draw
             with suppress(Exception):
                 import_module(name)
 
@@ -141,58 +138,56 @@ def rehearse(script, folder, accept=""):
         whole = run(["whole"])["whole"]
         if whole.error or not whole.steps:
             return {"refused": whole.error or NO_STEP}, [], ""
-        found, notes, done = judged(whole, run)
+        opts = whole.facts["opts"]
+        most = 1 if opts.script == "dp" else min(opts.virtual_ranks or MOST_PROCESSES, MOST_PROCESSES)
+        found, notes = judged(whole, partial(run, most=most))
     alarms = {family: FAMILIES[family].format(gap=gap) for family, gap in found.items()}
     if accept in alarms:
         notes.append(f"accepted: {alarms.pop(accept)}")
     notes = [f"note: {text}" for text in notes]
-    return alarms, notes if alarms else [done, *notes], whole.facts["key"]
+    if not alarms:
+        near = "with the same bits" if opts.virtual_ranks else "within rounding"
+        notes.insert(0, DONE.format(most, near))
+    return alarms, notes, whole.facts["key"]
 
 
 def runs_of(pool, script, folder, names, most=1, **change):
-    """{name: Run}, as many at once as there are cores."""
+    """{name: Run} by `most` processes or fewer; as many runs at once as there are cores."""
     lives = [[(min(size, most), does | change) for size, does in RUNS[name]] for name in names]
     folders = [folder / name for name in names]
     return dict(zip(names, pool.map(run_of, [script] * len(names), folders, lives), strict=True))
 
 
 def judged(whole, run):
-    """({family: where it shows}, notes, what is said of a right one)"""
+    """({family: where it shows}, notes)"""
     from launch.compare import LIMIT, Noise
 
-    opts = whole.facts["opts"]
-    most = 1 if opts.script == "dp" else opts.virtual_ranks or MOST_PROCESSES
-    runs = {"whole": whole} | run(["again", "killed", "processes"], most)
+    runs = {"whole": whole} | run([name for name in RUNS if name != "whole"])
     killed, processes = runs["killed"], runs["processes"]
     again = whole.differs(runs["again"])
     if again and again.off > LIMIT * again.noise:
-        return {"random": again}, [], ""
+        return {"random": again}, []
     found = {}
     notes = []
     lost = (Noise(whole, runs["again"]).far if again else whole.differs)(killed)
     if lost and not killed.error:
         found["memory"] = lost
 
+    opts = whole.facts["opts"]
     change = {}
-    runs |= run(["rounded", "reversed", "plain"])
-    noise, order_matters = noise_of(runs)
+    noise, order_matters, cut, plain = compared(runs)
     if order_matters:  # because it draws, or else in itself
         change["quiet"] = 1
-        runs = run(COMPARED, most, **change)
-        noise, order_matters = noise_of(runs)
+        noise, order_matters, cut, plain = compared(run(COMPARED, **change))
         if not order_matters and not opts.virtual_ranks:
             notes.append(DRAWS)
     in_pieces = opts.micro_batch_size or opts.virtual_ranks
-    cut = noise.far(runs["processes"])
-    plain = noise.far(runs["plain"])
     if whole.facts["norms"] and (cut or in_pieces):
         if cut:
             notes.append(NORMS)
-        runs = run(COMPARED, most, freeze=1, **change)
-        noise, _ = noise_of(runs)
-        cut = noise.far(runs["processes"])
+        noise, _, cut, frozen = compared(run(COMPARED, freeze=1, **change))
         if in_pieces:
-            plain = noise.far(runs["plain"])
+            plain = frozen
     if opts.virtual_ranks:
         cut = whole.differs(processes)
     if noise.loud() < max(noise.grown):
@@ -210,18 +205,21 @@ def judged(whole, run):
         found["evaluation" if plain.step == whole.facts["epoch"] + 1 else "plain"] = plain
     for error in filter(None, [killed.error, processes.error]):
         found["refused"] = error
-    near = "with the same bits" if opts.virtual_ranks else "within rounding"
-    return found, notes, DONE.format(most, near)
+    return found, notes
 
 
-def noise_of(runs):
-    """The Noise of a program, and whether more than rounding follows from the order within a batch."""
+def compared(runs):
+    """(Noise, whether the order within a batch makes more than that, gaps: to processes, to a plain loop)
+
+    A gap is the first place where runs are much farther apart than rounding leads, or None.
+    """
     from launch.compare import Noise
 
     noise = Noise(runs["whole"], runs["rounded"])
-    if noise.far(runs["reversed"]):
-        return noise, True
-    return Noise(runs["whole"], runs["rounded"], runs["reversed"]), False
+    order_matters = bool(noise.far(runs["reversed"]))
+    if not order_matters:
+        noise = Noise(runs["whole"], runs["rounded"], runs["reversed"])
+    return noise, order_matters, noise.far(runs["processes"]), noise.far(runs["plain"])
 
 
 # ---- the processes of a run ----
@@ -238,16 +236,16 @@ def run_of(script, folder, lives):
         said = ""
         for rank in range(size):
             said += (folder / f"said {rank}").read_text()
-            for facts in noted(folder / f"notes {rank}"):
-                if "named" not in facts:
+            for step, facts in noted(folder / f"notes {rank}"):
+                if step == 0:
                     run.facts = facts
                     continue
-                known = steps.setdefault(facts["step"], {})
+                known = steps.setdefault(step, {})
                 if rank == 0:
-                    known |= facts["named"]
-                for name, sketch in facts["named"].items():
+                    known |= facts
+                for name, sketch in facts.items():
                     if not run.unlike and known.get(name, sketch).bits != sketch.bits:
-                        run.unlike = Gap(facts["step"], name)
+                        run.unlike = Gap(step, name)
         run.steps |= steps
         told = said.rpartition("error: ")[2][-2000:].splitlines()[:3]
         run.error = "\n".join(map(str.strip, told)) if any(codes) else ""

@@ -56,33 +56,31 @@ class Watched(common.elastic.Elastic):
     # ---- notes ----
     def tell(self):
         """What is known before the first step."""
-        self.write(
-            key=self.key,
-            opts=self.opts,
-            weights={name for name, p in self.net.named_parameters() if p.is_floating_point()},
-            norms=any(isinstance(module, _BatchNorm) for module in self.net.modules()),
-            epoch=self.progress.steps_per_epoch,
-        )
+        facts = {
+            "key": self.key,
+            "opts": self.opts,
+            "weights": {name for name, p in self.net.named_parameters() if p.is_floating_point()},
+            "norms": any(isinstance(module, _BatchNorm) for module in self.net.modules()),
+            "epoch": self.progress.steps_per_epoch,
+        }
+        self.write(facts)
         self.move()
         if "quiet" in self.does:
             Silence().__enter__()
 
-    def write(self, **facts):
-        pickle.dump(facts, self.notes)
+    def write(self, facts, step=0):
+        pickle.dump((step, facts), self.notes)
         self.notes.flush()
 
-    def write_sketches(self, step, tensors, ulp):
-        self.write(step=step, named={name: sketch_of(tensor, ulp) for name, tensor in tensors.items()})
+    def note(self, tensors):
+        ulp = ULPS[self.opts.amp]
+        sketches = {name: sketch_of(tensor, ulp) for name, tensor in tensors.items()}
+        self.write(sketches, self.progress.step)
 
-    def named(self):
-        tensors = self.state.tensors()
-        return tensors["model"] | tensors["optimizer"]
-
-    def note(self):
-        """After each step, and what the loop does behind it."""
-        self.write_sketches(self.progress.step, self.named(), ULPS[self.opts.amp])
-        self.note_row(self.progress.record)
-        self.move()
+    def note_row(self, row):
+        """Numbers of the log, which is rank 0's."""
+        if self.world.rank == 0:
+            self.note({ROW + name: torch.tensor([value], dtype=torch.float32) for name, value in row.items()})
 
     def move(self):
         """Each weight by one ulp, in a run that shows how far rounding leads."""
@@ -91,19 +89,16 @@ class Watched(common.elastic.Elastic):
             one = signs(p.numel()).view(p.shape).to(p.device)
             p.data.mul_(1 + max(ulp, torch.finfo(p.dtype).eps) * one)
 
-    def note_row(self, row):
-        """Numbers of the log, which is rank 0's."""
-        if self.world.rank == 0:
-            numbers = {ROW + name: torch.tensor([value], dtype=torch.float64) for name, value in row.items()}
-            self.write_sketches(row["step"], numbers, 2e-7)
+    def _between_steps(self):
+        tensors = self.state.tensors()
+        self.note(tensors["model"] | tensors["optimizer"])
+        self.note_row(self.progress.record)
+        self.move()
+        super()._between_steps()
 
     def report(self, **metrics):
         super().report(**metrics)
         self.note_row(self.progress.evaluated)
-
-    def _between_steps(self):
-        self.note()
-        super()._between_steps()
 
     # ---- what strikes ----
     def step(self, loss, count=None):

@@ -28,7 +28,7 @@ from common.errors import UserError, blamed, say  # noqa: E402
 from common.extras.command import run_command  # noqa: E402
 from common.ledger import named, newest_lives  # noqa: E402
 from common.options import parse_options  # noqa: E402
-from common.place import MEETING, STOPPED  # noqa: E402
+from common.place import MEETING, STOP, STOPPED  # noqa: E402
 from common.torch_names import missing  # noqa: E402
 from launch.torch_names import LAUNCHER  # noqa: E402
 
@@ -80,14 +80,15 @@ def launch(arguments, folder):
 
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has started this
         SETTINGS["PET_SIGNALS_TO_HANDLE"] += ",SIGHUP"
-    for name in SETTINGS["PET_SIGNALS_TO_HANDLE"].split(","):
-        signal.signal(signal.Signals[name], stop)  # process 1 has no default handlers
     for name in MEETING:
         os.environ.pop(name, None)  # of an outer job: each worker gets its own
     os.environ |= SETTINGS | os.environ  # a setting that is there stays
     position = find_script(arguments)
     script = arguments[position:]
-    processes, start_method = glance(arguments[:position])
+    processes, asked = glance(arguments[:position])
+    for number in STOP:  # others stay as they are: torch's handler would not follow on this one
+        if number.name in asked.signals_to_handle:
+            signal.signal(number, stop)  # process 1 has no default handlers
     options = check_options(script, processes) if script else None
     line = options and processes and line_if_complete(options)  # on one machine
     if line:
@@ -97,7 +98,7 @@ def launch(arguments, folder):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     if script:
         os.environ.setdefault("PET_START_METHOD", "forkserver")
-        if start_method == "forkserver":
+        if asked.start_method in (None, "", "forkserver"):
             start_importing(Path(script[0]), options, folder)
     lack = missing(LAUNCHER)
     if lack:
@@ -116,19 +117,19 @@ def find_script(arguments):
 
 
 def glance(words):
-    """How many processes torchrun will start, and by which method, before torch is imported.
+    """(how many processes torchrun will start, what else it is asked), before torch is imported.
 
     0 if only torchrun knows (several machines, one per GPU). Its own parser reads all options later.
     """
     parser = argparse.ArgumentParser(add_help=False)
-    for name in ("nproc_per_node", "nnodes", "start_method"):
+    for name in ("nproc_per_node", "nnodes", "start_method", "signals_to_handle"):
         default = os.environ.get(f"PET_{name.upper()}")
-        parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", default=default, nargs="?")
+        parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", default=default, const="", nargs="?")
     asked, _ = parser.parse_known_args(words)
     processes = asked.nproc_per_node or "1"
     if asked.nnodes not in (None, "1", "1:1") or not processes.isdecimal():
         processes = "0"
-    return int(processes), asked.start_method or "forkserver"
+    return int(processes), asked
 
 
 def check_options(script, processes):

@@ -109,8 +109,8 @@ def verify(
 
 
 # ---- checkpoints of a run ------------------------------------------------------------------------------
-def digest_of(files):
-    """One SHA-256 over all tensors, their names, types and shapes, whether or not they are frozen."""
+def digest_of(files: dict[str, dict]) -> str:
+    """Return one SHA-256 over all tensors, their names, types and shapes, whether or not they are frozen."""
     rows = sorted(
         (path.replace(FROZEN, MODEL), name, dtype, shape, digest)
         for path, table in files.items()

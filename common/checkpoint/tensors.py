@@ -8,9 +8,11 @@ import hashlib
 import json
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -127,8 +129,15 @@ def write_file(path, tensors, moved):
 
 
 @patient
-def read_file(path, table, buffers=None, count=1, share=(0, 1), moved=lambda: None):
-    """Compares a file with its table, on `count` threads; Damaged if one byte differs.
+def read_file(
+    path: Path,
+    table: dict,
+    buffers: dict | None = None,
+    count: int = 1,
+    share: tuple[int, int] = (0, 1),
+    moved: Callable[[], None] = lambda: None,
+) -> None:
+    """Compare a file with its table, on `count` threads; Damaged if one byte differs.
 
     `buffers` are {name: a function that returns a context with the buffer for that tensor}; without them all
     tensors are read, and dropped. With a `share` (i, n) the hashes of one n-th of the file are compared.

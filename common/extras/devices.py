@@ -1,5 +1,6 @@
 """A batch over several devices of one process (nn.DataParallel): scatter, replicate, gather."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,8 +11,29 @@ from common.data import leaves, map_tensors
 from common.device import devices_of, is_gpu
 from common.errors import UserError
 from common.options import Options
+from common.place import Place
 from common.training import autocast, on_device
 from common.world import World
+
+
+def named_devices(
+    opts: Options, seen: Sequence[torch.device], place: Place, placed: Sequence[torch.device]
+) -> tuple[torch.device, ...]:
+    """Return the devices on which a net lies already, or those that --devices names of what is seen."""
+    if placed:
+        if opts.devices:
+            raise UserError(
+                f"--devices cannot take effect: the net lies on {', '.join(map(str, placed))}\nleave it out"
+            )
+        return tuple(placed)
+    known = {str(device): device for device in (torch.device("cpu"), *seen)}
+    names = [name if name in known else f"{name}:0" for name in opts.devices]
+    if not known.keys() >= {*names}:
+        raise UserError(
+            f"--devices {','.join(opts.devices)}: there are {', '.join(known)}\n"
+            f"choose among them, or make more visible (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})"
+        )
+    return tuple(known[name] for name in names)
 
 
 def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:

@@ -80,6 +80,9 @@ EXTRAS: dict[str, str] = {
     "pinned": "common.extras.pinned:pinned",  # on one GPU
     "reports": "common.extras.all_ranks:warn_of_other_reports",
     "turns": "common.extras.turns:Turns",
+    "devices": "common.extras.devices:named_devices",  # also of a net that is placed
+    "interface": "common.extras.machines:interface_towards",  # of several machines
+    "machines": "common.extras.machines:refuse_several_machines",  # without LOCAL_WORLD_SIZE
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 NAMES: dict[str, Collection[str]] = {  # of the flags that also take path/to/file.py:function

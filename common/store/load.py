@@ -18,7 +18,10 @@ from common.checkpoint import Damaged, Layout, best_of, checkpoints, newest_firs
 from common.errors import UserError, say
 from common.options import extra
 from common.sealed import sha, to_json
-from common.world import fingerprint_of, gather
+from common.training import TrainState
+from common.world import World, fingerprint_of, gather
+
+Choice = tuple[int, Path]  # the step of a checkpoint, its folder
 
 
 class Loaded(NamedTuple):
@@ -69,8 +72,10 @@ def load(state, world, layout, run, owns):
     return Loaded()
 
 
-def take_over(state, world, facts, kept, choices, owns):
-    """Looks whether what was saved is still so; `kept` are the run's own steps.
+def take_over(
+    state: TrainState, world: World, facts: dict, kept: list[int], choices: list[Choice], owns: bool
+) -> None:
+    """Look whether what was saved is still so; `kept` are the run's own steps.
 
     If the best evaluation has no checkpoint in this run, the best one that has one counts. If another
     dataset's order was saved, the epoch begins again.
@@ -92,8 +97,8 @@ def take_over(state, world, facts, kept, choices, owns):
 
 
 # ---- the newest checkpoint of any node ------------------------------------------------------------------
-def load_newest(world, layout, run, choices, owns):
-    """Reads the newest checkpoint into the tensors of every rank; call on every rank.
+def load_newest(world: World, layout: Layout, run: Path, choices: list[Choice], owns: bool) -> Loaded:
+    """Read the newest checkpoint into the tensors of every rank; call on every rank.
 
     `choices` are those that this rank sees, as (step, folder); owners of a folder offer theirs to all.
     """
@@ -101,7 +106,7 @@ def load_newest(world, layout, run, choices, owns):
     offered = [[step, name] for name, (step, _) in own.items() if owns]
     steps = {name: step for rows in gather(world, offered) for step, name in rows}
     skipped = []
-    for name in newest_first(steps):
+    for name in newest_first([*steps]):
         choice = own.get(name)
         # a part of the hashing each; unless all have read the same, each reads again, and hashes all
         for share in dict.fromkeys([(world.rank, world.size), (0, 1)]):

@@ -1,9 +1,7 @@
 """The key-value store over which the ranks of one life find each other; empty at the start of a life."""
 
-import fcntl
 import functools
 import socket
-import struct
 import time
 import uuid
 from contextlib import suppress
@@ -17,7 +15,6 @@ from common.place import here
 ANSWER = timedelta(seconds=5)  # a process that is alive answers within
 MEETING = timedelta(seconds=120)  # for all ranks to come; then this life fails, and the agents meet again
 SILENT_SECONDS = 20  # then a machine without power, or behind a cut cable, has gone
-SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
 def fresh_store(rank, size):
@@ -154,14 +151,3 @@ def _felt(line):
         line.setsockopt(socket.IPPROTO_TCP, option, SILENT_SECONDS // 4)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
     return line
-
-
-def interface_towards(host):
-    """The name of the interface from which packets to `host` leave; None if it has no IPv4 address."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        udp.connect((host, 9))  # sends nothing
-        address = socket.inet_aton(udp.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                if fcntl.ioctl(udp, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == address:
-                    return name

@@ -20,9 +20,9 @@ from torch import Tensor
 from common.device import gpus, is_gpu, module_of
 from common.errors import UserError, warn
 from common.options import Options, extra
-from common.place import here, this_process
+from common.place import here
 from common.sampler import hash_seed
-from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards
+from common.world.rendezvous import ANSWER, MEETING, fresh_store
 
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
@@ -167,7 +167,7 @@ def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
     devices = visible_devices(opts, place, placed)
     store = fresh_store(place.rank, place.size) if place.size > 1 else None
     if store and not place.local_size_is_set:
-        refuse_several_machines(store, place.rank, place.size)
+        extra("machines")(store, place.rank, place.size)
     if is_gpu(devices[0]) and not (opts.devices or placed):
         devices = own_share(devices, opts, place, store)
     pin(opts)
@@ -179,17 +179,6 @@ def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
         world = replace(world, life=life, store=store)
         world.set_patience(WORKING)  # all have met
     return world
-
-
-def refuse_several_machines(store, rank, size):
-    """UserError on all ranks if they are not on one machine, as they are taken to be without the variable."""
-    store.set(f"machine/{rank}", str(this_process()["machine"]))
-    machines = {*store.multi_get([f"machine/{other}" for other in range(size)])}
-    if len(machines) > 1:
-        raise UserError(
-            f"LOCAL_WORLD_SIZE is not set, and the {size} ranks are on {len(machines)} machines\n"
-            "set it, and LOCAL_RANK: how many ranks a machine has, and which of them this one is"
-        )
 
 
 def has_peers() -> bool:
@@ -241,25 +230,11 @@ def visible_devices(opts, place, placed=()):
             f"(CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
             f"choose among {', '.join(sorted(kinds))}, or make one visible"
         )
-    if placed:
-        if opts.devices:
-            raise UserError(
-                f"--devices cannot take effect: the net lies on {', '.join(map(str, placed))}\nleave it out"
-            )
-        return tuple(placed)
-    cpu = torch.device("cpu")
-    if opts.devices:
-        known = {str(device): device for device in (cpu, *seen)}
-        names = [name if name in known else f"{name}:0" for name in opts.devices]
-        if not known.keys() >= {*names}:
-            raise UserError(
-                f"--devices {','.join(opts.devices)}: there are {', '.join(known)}\n"
-                f"choose among them, or make more visible (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})"
-            )
-        return tuple(known[name] for name in names)
+    if opts.devices or placed:
+        return extra("devices")(opts, seen, place, placed)
     if place.gpus and not seen and opts.device == "auto":
         warn(f"CUDA_VISIBLE_DEVICES is {place.gpus}, but torch sees no GPU: it trains on the CPU")
-    return seen or (cpu,) * (2 if opts.script == "mp" else 1)
+    return seen or (torch.device("cpu"),) * (2 if opts.script == "mp" else 1)
 
 
 def own_share(seen, opts, place, store):
@@ -297,7 +272,7 @@ def _init_process_group(store, place, devices):
         interface = "lo"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     else:  # by itself gloo listens where the machine's own name points: a loopback on Debian
-        interface = interface_towards(place.address)
+        interface = extra("interface")(place.address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if place.size > MOST_IN_A_MESH:

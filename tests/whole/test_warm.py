@@ -28,6 +28,7 @@ from jobs import (
 from torch.distributed.run import get_args_parser
 
 from common.extras.report import summarize
+from common.place import start_of
 
 TORCHRUN = ROOT / "launch" / "torchrun.py"
 NOHUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # these tests run under nohup
@@ -124,6 +125,16 @@ def test_sigterm_sigint_sigusr1_or_sighup_leaves_143_and_the_same_command_goes_o
     warm(jobs, *PACED, "--run-dir", run, nproc=3).ends_with(0)
     assert audit(run) == CLEAN
     assert [life["world"] for life in lives(run)] == [2] * len(numbers) + [3]
+
+
+def test_ctrl_c_that_the_launcher_is_not_to_handle_ends_it_as_any_program_and_all_is_saved(jobs, run):
+    words = ["--nproc_per_node=2", "--signals-to-handle=SIGTERM", ROOT / "train_ddp.py"]
+    job = jobs.start(TORCHRUN, *words, *PACED, "--run-dir", run)
+    wait_for(run, 3, 0, job)
+    job.kill(signal.SIGINT)
+    said = job.ends_with(130)
+    assert "stopped on SIGTERM: step" in said and audit(run) == CLEAN, said
+    assert not any(map(start_of, lives(run)[0]["pids"]))
 
 
 def test_a_stop_before_the_first_step_leaves_143_too(jobs, run):

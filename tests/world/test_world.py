@@ -15,13 +15,14 @@ from ranks import fork_ranks
 from refusals import refusal
 
 from common.errors import UserError
+from common.extras import machines
 from common.options import Options
 from common.place import here
 from common.world import gather, join
 from common.world import rendezvous as meeting
 from common.world import world as worlds
 from common.world.rendezvous import fresh_store
-from common.world.world import own_share, refuse_several_machines, same_everywhere, visible_devices
+from common.world.world import own_share, same_everywhere, visible_devices
 
 
 def test_without_torchrun_the_world_is_one_rank_in_a_process_made_ready():
@@ -230,7 +231,7 @@ def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_g
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with refusal("MASTER_ADDR=node01 is 127.0.1.1 .*\n.*--local_addr=ADDRESS"):
         meeting._open_store("node01", 0)
-    assert meeting.interface_towards("127.0.0.1") == "lo"
+    assert machines.interface_towards("127.0.0.1") == "lo"
 
 
 def sockets_of_a_start(world, most_in_a_mesh):
@@ -343,9 +344,9 @@ def test_a_stranger_who_connects_first_takes_no_ranks_lifeline():
 
 def two_machines(world):
     machine = {"machine": f"boot {world.rank % 2}"}
-    worlds.this_process = lambda: machine
+    machines.this_process = lambda: machine
     try:
-        return refuse_several_machines(world.store, world.rank, world.size)
+        return machines.refuse_several_machines(world.store, world.rank, world.size)
     except UserError as error:
         return str(error).splitlines()[0]
 
