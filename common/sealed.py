@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import json
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ def sha(data: bytes | memoryview) -> str:
 
 
 def to_json(value: object) -> bytes:
-    """JSON as bytes, equal ones of equal objects; without indent, which C does not write."""
+    """Return JSON as bytes, the same for equal objects. Without indent: Python's C encoder has none."""
     return json.dumps(value, sort_keys=True).encode() + b"\n"
 
 
@@ -50,9 +51,12 @@ def own_key() -> bytes:
     with suppress(OSError, RuntimeError):  # there is no home
         path = folder.expanduser() / "train_ddp/key"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        if not path.exists():  # linked once it is whole: another process may read it at any time
+            fd, new = tempfile.mkstemp(dir=path.parent)
             os.write(fd, os.urandom(32))
             os.close(fd)
+            with suppress(FileExistsError):
+                os.link(new, path)
+            os.unlink(new)
         return path.read_bytes()
     return b""

@@ -30,7 +30,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 gpus=0
-[ "${CUDA_VISIBLE_DEVICES-all}" = "" ] || gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+[[ ${CUDA_VISIBLE_DEVICES-all} =~ ^(-1.*)?$ ]] || gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
     IFS=, read -ra visible <<< "$CUDA_VISIBLE_DEVICES"
     gpus=${#visible[@]}

@@ -21,7 +21,8 @@ additions follow the tree. The last slice sends a bucket as soon as backward has
 
 A missing term is -0.0, the one number whose addition never changes a bit (+0.0 would turn -0.0 into +0.0):
 for a parameter that a slice does not use, and for a slice of a short last batch without samples. So a sum
-that is -0.0 everywhere has no term: such a parameter gets no gradient, as in torch's own loops.
+that begins with -0.0 has no term: such a parameter gets no gradient, as in torch's own loops. What a backward
+leaves never begins so (`_ready`).
 """
 
 import functools
@@ -42,7 +43,7 @@ from common.errors import UserError
 from common.options import Options, extra
 from common.sampler import hash_seed, share
 from common.training import Gradient, TrainState
-from common.world import World, fingerprint_of
+from common.world import World
 
 ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
 FIRST_BUCKET_BYTES = 1 << 20  # of gradients that are sent together: small, to leave early; as in DDP
@@ -169,6 +170,8 @@ class Slices:
                     "leave the backward to the script, and give torch.utils.checkpoint use_reentrant=False"
                 )
             waiting.remove(p)
+            first = p.grad.detach().as_strided((1,), (1,), p.grad.storage_offset())
+            first += 0.0  # -0.0, as of loss - 0 * w, becomes 0.0: it is used
             self._collect()
 
     @torch.no_grad()
@@ -191,7 +194,7 @@ class Slices:
             bucket.wait()
             firsts = bucket.flat[0].view(-1)[bucket.starts].tolist()
             for tensor, total, first in zip(bucket.members, bucket.views[0], firsts, strict=True):
-                unused = tensor.requires_grad and is_missing(total, first)  # the tail is always there
+                unused = tensor.requires_grad and is_missing(first)  # the tail is always there
                 tensor.grad = None if unused else total
         self.statistics.apply(self.tail.grad[: self.statistics.numel])
         return self.tail.grad[self.statistics.numel :].double()
@@ -294,11 +297,9 @@ def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
     return runs
 
 
-def is_missing(total, first):
-    """Return whether a sum, whose first number is `first`, is -0.0 everywhere."""
-    if first or math.copysign(1.0, first.real) > 0:
-        return False
-    return fingerprint_of([total]) == fingerprint_of([torch.full_like(total, -0.0)])
+def is_missing(first):
+    """Return whether the first number of a sum is -0.0."""
+    return not first and math.copysign(1.0, first.real) < 0
 
 
 def gradient_of(tensor):

@@ -5,6 +5,7 @@ else; `unflat` gives the same back. Nothing is pickled. A loop may change its th
 comes at any time: `commit` copies what a checkpoint shall hold. The text is made at a save.
 """
 
+import copy
 import json
 from typing import Any
 
@@ -138,8 +139,16 @@ def plain_of(values: dict[str, Any], without: Any) -> dict[str, Any]:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Return whether these are the same tensors to the last bit, by the same names."""
     return a.keys() == b.keys() and all(
-        tensor.dtype == b[key].dtype and torch.equal(tensor, b[key]) for key, tensor in a.items()
+        tensor.dtype == b[key].dtype
+        and tensor.shape == b[key].shape
+        and torch.equal(*map(bits, (tensor, b[key])))
+        for key, tensor in a.items()
     )
+
+
+def bits(tensor):
+    """Return its bytes: nan is not equal to itself."""
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def is_plain(value):
@@ -157,10 +166,12 @@ def flat(value: Any, name: str) -> dict[str, Tensor]:
 
     def plain(value, path):
         if isinstance(value, Tensor):
+            while path in tensors:  # of the keys 1 and "1", or a.b beside a dict a with b
+                path += "'"
             tensors[path] = value
             return {"tensor": path}
         if isinstance(value, dict):
-            return {"dict": [[key, plain(v, f"{path}.{key}")] for key, v in value.items()]}
+            return {"dict": [[plain(key, path), plain(v, f"{path}.{key}")] for key, v in value.items()]}
         if isinstance(value, (list, tuple)):
             kind = "tuple" if isinstance(value, tuple) else "list"
             return {kind: [plain(v, f"{path}.{i}") for i, v in enumerate(value)]}
@@ -185,8 +196,12 @@ def unflat(tensors: dict[str, Tensor], like: Any) -> Any:
                 return tensors[path].to(like.device) if isinstance(like, Tensor) else tensors[path]
             case {"dict": pairs}:
                 known = like if isinstance(like, dict) else {}
-                kind = type(like) if type(like).__module__ == "collections" else dict
-                return kind({key: nested(v, known.get(key)) for key, v in pairs})
+                made = copy.copy(known) if type(known).__module__ == "collections" else {}
+                made.clear()  # a copy, as a defaultdict keeps its factory
+                for key, inner in pairs:
+                    name = nested(key, None)
+                    made[name] = nested(inner, known.get(name))
+                return made
             case {"list": values} | {"tuple": values}:
                 fits = isinstance(like, (list, tuple)) and len(like) == len(values)
                 likes = like if fits else [None] * len(values)

@@ -22,7 +22,9 @@ WANTED = (
 def own_data(opts, sets):
     """Make the Data of these sets, (train, test); without them of what the function of --dataset returns."""
     with blamed(f"dataset {opts.dataset}", WANTED):
-        return data_of(opts, *sets) if sets else returned_data(opts)
+        if not sets:
+            return returned_data(opts)
+        return data_of(opts, *sets, fingerprint=getattr(sets[0], "fingerprint", ""))
 
 
 def returned_data(opts):

@@ -17,14 +17,16 @@ def rehearsal_key(opts: Options) -> str:
 
 def note_rehearsal(key: str) -> None:
     """From now on nothing is said of a run with this key."""
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
         (_folder() / key).touch()
 
 
 def was_rehearsed(opts: Options) -> bool:
     """Return whether this code was rehearsed with these flags."""
-    return (_folder() / rehearsal_key(opts)).exists()
+    with suppress(OSError, RuntimeError):  # there is no home, or it is another user's
+        return (_folder() / rehearsal_key(opts)).exists()
+    return False
 
 
 def _folder():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.data import Batch, leaves
+from common.data import leaves
 from common.errors import UserError, blamed
 from common.options import Options, find_function
 from common.training import IGNORED, OWN, Task, autocast, reduced, scored
@@ -55,7 +55,7 @@ def loss_of(loss: Tensor, count: Any, samples: int) -> tuple:
 
 # ---- the next token ----
 def tokens(model, batch, opts):
-    """Return the mean over all targets that are not IGNORED."""
+    """Return loss and right answers, summed over all targets that are not IGNORED."""
     loss, answers, y = scored(model, batch, opts)
     count = (y != IGNORED).sum()
     return {"loss": (loss, count), "acc": ((answers == y).sum(), count)}
@@ -149,7 +149,10 @@ class Judge(OwnTask):
     """A loop's own function of a batch, for one evaluation, which returns the whole numbers, too."""
 
     def __init__(self, judge: Callable) -> None:
-        super().__init__(lambda _, batch: judge(Batch([([], batch)], 0)), [], spec="judge")
+        super().__init__(lambda _, batch: judge(batch), [], spec="judge")
+
+    def _argument(self, batch):
+        return batch
 
     def evaluation(self, totals: Tensor) -> dict[str, Any]:
         return super().evaluation(totals) | self.whole(totals)

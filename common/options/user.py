@@ -41,7 +41,8 @@ def commit() -> str:
 def files_of(path: Path) -> dict[Path, Path]:
     """Return {file: the one that imports it}: a file, what it imports from its folder, packages whole."""
     found = {path: path}
-    for importer in (todo := [path]):  # it grows
+    todo = [path]
+    for importer in todo:  # it grows
         for name in sorted({*imports_of(importer)} - sys.stdlib_module_names):
             module = path.parent / f"{name}.py"
             for own in [module] if module.is_file() else sorted(Path(path.parent, name).rglob("*.py")):

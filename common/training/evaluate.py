@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from common.data import loaded
+from common.data import Batch, loaded
 from common.sampler import seed
 from common.training.state import TrainState
 from common.training.step import placed
@@ -36,12 +36,13 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
     rows = {}  # {number of a block: its sums and counts}
     totals = torch.zeros(())  # of this rank's blocks, with whole numbers
     with state.evaluating():
-        for number, [(_, samples)] in zip(mine, loaded(split, cuts, state.opts), strict=True):
+        for number, [(block, samples)] in zip(mine, loaded(split, cuts, state.opts), strict=True):
             state.heartbeat += 1
             seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world
             if samples is None:  # they are bad
                 continue
-            values = task(model, placed(samples, state.device, state.opts))
+            part = (block, placed(samples, state.device, state.opts))
+            values = task(model, Batch([part], len(block)))
             predictions = values.pop("predictions", predictions)
             counted = task.counted(values)
             rows[number] = counted[: 2 * len(task.names)].clone()

@@ -36,7 +36,7 @@ def criterion(out, targets, smoothing):
 
 
 def classify(model, batch, opts):
-    """Return the mean over samples, and over the tokens of a sample."""
+    """Return the loss, summed over samples (of each the mean over its targets), and the right answers."""
     loss, answers, y = scored(model, batch, opts)
     values = {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": ((answers == y).sum(), y.numel())}
     if not torch.is_grad_enabled():
@@ -97,7 +97,10 @@ class Task:
         self.counts_samples = counts_samples  # of what is minimised the count is that of samples
 
     def __call__(self, model, batch):
-        return self.function(model, getattr(batch, "data", batch))
+        return self.function(model, self._argument(batch))
+
+    def _argument(self, batch):
+        return getattr(batch, "data", batch)
 
     def minimised(self, values: dict) -> Tensor | None:
         """Return the sum to be minimised; None if nothing counts."""

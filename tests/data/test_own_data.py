@@ -33,6 +33,10 @@ def net(data): return torch.nn.Linear(6, 3)
 """
 
 
+class Marked(list):
+    fingerprint = "b"
+
+
 def mine(folder, text):
     folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(f"{HEAD}{text}\n")
@@ -106,6 +110,9 @@ def test_the_fingerprint_of_a_users_dataset_sees_other_labels_and_contents_but_n
     assert len({plain, mark("i + 1.0), i % 3"), mark("float(i)), (i + 1) % 3")}) == 3
     named = mine(tmp_path / "x", "def make(): return Rows(9, fingerprint='a'), Rows(3)")
     assert load(named).fingerprint == "a"
+    of_a_loop = Marked([(torch.zeros(2), 0)] * 3)
+    opts = Options(dataset="Marked", task="the script")
+    assert load_data(opts, (of_a_loop, of_a_loop)).fingerprint == "b"
 
 
 ITERABLE = "class It(IterableDataset):\n def __init__(s, n): pass\n def __iter__(s): return iter([(s, 0)])"

@@ -14,9 +14,10 @@ from stores import a_life, new_store, options, save, tiny_net, tiny_state, two_c
 
 from common.errors import UserError
 from common.extras.own_files import is_marked
+from common.extras.rehearsed import was_rehearsed
 from common.ledger import Ledger
 from common.models import load
-from common.options import parse_options, read_options
+from common.options import Options, parse_options, read_options
 from common.options.options import read_run
 from common.options.user import code_of, text_of
 from common.replay import main as replay
@@ -40,6 +41,16 @@ def test_the_key_is_made_once_and_no_other_user_can_read_it(config):
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "key")] == [0o700, 0o600]
 
 
+def test_a_key_is_there_once_it_is_whole(config, monkeypatch):
+    def fails(*_):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", fails)
+        assert own_key() == b""
+    assert len(own_key()) == 32
+
+
 def test_a_mark_is_of_each_value_and_of_this_key(config):
     value = marked({"options": {"model": "net.py:net"}})
     assert is_marked(value) and is_marked(json.loads(json.dumps(value)))
@@ -54,6 +65,9 @@ def test_without_a_home_no_run_is_known_as_ones_own_and_training_begins_all_the_
 ):
     config.write_text("a file, so that no folder can be made")
     assert own_key() == b""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("~nobody_at_all").expanduser())
+    assert not was_rehearsed(Options())
     opts, _ = two_checkpoints(tmp_path)
     assert not is_marked(read_run(opts.run_dir))
 

@@ -271,6 +271,21 @@ def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
     assert fork_ranks(3, scaled) == [1, 1, 1]
 
 
+def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_none():
+    def signs(world):
+        net = torch.nn.ParameterDict({"used": torch.ones(2), "unused": torch.ones(2), "w": torch.ones(2)})
+        steps = Steps(net, Options(virtual_ranks=4), world)
+        (slices,) = steps.gradient.args
+        slices.begin(steps.state, torch.zeros(2), True)
+        for v in slices.own:
+            loss = net["w"].sum() - 0.0 * net["used"].sum() * (v == 2)
+            slices.backward(v, slices.measured(v, 0.25, torch.zeros(2)), loss)
+        slices.finish()
+        return [name for name, p in net.items() if p.grad is None]
+
+    assert fork_ranks(2, signs) == [["unused"]] * 2
+
+
 def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
     def infinite(world, virtual_ranks):
         steps = small(world, virtual_ranks)
@@ -321,6 +336,7 @@ def test_buckets_are_sent_in_one_order_whichever_thread_of_autograd_fills_them()
             order.append(self.name)
 
     net = torch.nn.Linear(2, 2)
+    net(torch.ones(1, 2)).sum().backward()
     slices = Slices(net, ALONE, 1)
     buckets = [Noted("A", net.weight), Noted("B", net.bias)]
     slices.bucket_of = {bucket.members[0]: bucket for bucket in buckets}

@@ -3,7 +3,9 @@
 Loops of one's own run in forked ranks; `at` is where a rank is killed: (rank, step, place).
 """
 
+import collections
 import json
+import math
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +21,9 @@ from torch.nn import functional as F
 import common.elastic as house
 from common.data import Batch
 from common.elastic import Elastic
+from common.extras.all_ranks import warn_of_other_reports
 from common.extras.batch_norm import warn_of_one_sample
+from common.extras.memory import flat, same, unflat
 from common.extras.own_data import as_input
 from common.options import Options
 from common.training import find_task
@@ -175,6 +179,21 @@ def right(out, y):
     return {"acc": ((out.argmax(1) == y).sum(), len(y))}
 
 
+def test_a_judge_has_the_size_and_the_samples_of_its_batch(tmp_path):
+    def job(place, own):
+        net = nn.Linear(6, 2)
+        seen = []
+
+        def judge(batch):
+            seen.extend(batch.ids)
+            return {"one": (len(batch.y), batch.size)}
+
+        with Elastic(net=net, optimizer=torch.optim.SGD(net.parameters(), 0.1), **own) as run:
+            return run.evaluate(judge), seen
+
+    assert run(job, tmp_path / "run") == ({"val_one": 1.0}, [*range(46)])
+
+
 PLACES = [
     [(1, 3, "before"), (0, 6, "forward")],
     [(1, 2, "between"), (1, 7, "after")],
@@ -264,6 +283,20 @@ def test_the_given_order_is_kept_by_every_promise(tmp_path):
     assert audit(tmp_path / "run") == CLEAN
 
 
+def test_what_is_remembered_comes_back_as_it_was_whatever_its_dicts_and_keys_are():
+    one, two, nan = torch.tensor([1.0, 2.0, math.nan]).unbind()
+    held = {
+        "default": collections.defaultdict(int, a=1),
+        "counts": {(0, 1): 3, 1: one, "1": two},
+        "block": {"bn.mean": one},
+        "block.bn": {"mean": two},
+        "ordered": collections.OrderedDict(z=[1, (2, None)], a=nan),
+    }
+    found = unflat(flat(held, "held"), held)
+    assert same(flat(found, "found"), flat(held, "held"))
+    assert found["default"]["new"] == 0 and [*found["ordered"]] == ["z", "a"]
+
+
 # ---- what ranks say to each other --------------------------------------------------------------------
 def plain(place, own, inside=lambda run, batch: None, end=lambda run: None):
     net = nn.Linear(6, 2)
@@ -320,6 +353,13 @@ def test_numbers_that_differ_between_ranks_are_told_and_a_gather_has_all_rows(tm
 
     assert fork_ranks(2, live, reports, tmp_path / "run") == [[[0, 1, 10, 11]] * 3] * 2
     assert capfd.readouterr().err.count("rank 0 reports val_auc 0.5, rank 1 1.5: rank 0's counts") == 1
+
+
+def test_a_nan_that_all_ranks_report_is_one_number(capsys):
+    row = {"step": 3, "val_acc": math.nan}
+    assert not warn_of_other_reports([row, dict(row)]) and warn_of_other_reports(
+        [row, row | {"val_acc": 0.5}]
+    )
 
 
 # ---- evaluations -----------------------------------------------------------------------------------
