@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-ASK_SECONDS = 2e-5  # between two questions
+POLL_SECONDS = 2e-5  # between two polls
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -47,7 +47,7 @@ def mark(device: torch.device) -> torch.Event | None:
     return module_of(device).current_stream(device).record_event() if is_gpu(device) else None
 
 
-def wait_by_asking(event: torch.Event | None) -> None:
+def wait_by_polling(event: torch.Event | None) -> None:
     """Ask until the event has come: behind a call that waits in the driver other threads' calls wait."""
     while event and not event.query():
-        time.sleep(ASK_SECONDS)
+        time.sleep(POLL_SECONDS)

@@ -251,11 +251,11 @@ class Fence:
 
 
 @contextmanager
-def rescuing(path, progress, needless, hold_still):
+def rescuing(path, progress, needless, lock_state):
     """Inside, only this process of its node saves; a new owner waits while it lives and `progress()` grows.
 
     Takes no file if `needless()`: there is nothing to save, or not any more. False if others of the same
-    state, which `hold_still()` names, wait already: the run folder is spared, four deaths in one save are
+    state, which `lock_state()` names, wait already: the run folder is spared, four deaths in one save are
     none.
     """
     lock = None
@@ -264,7 +264,7 @@ def rescuing(path, progress, needless, hold_still):
         try:
             lock = Lock(path, progress=progress)
         except FileExistsError:  # another one saves; if it is gone, its file goes
-            waits = waits or may_wait(path, hold_still())
+            waits = waits or may_wait(path, lock_state())
             if not waits:
                 break
             wait_for(path, needless=needless)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.disk import Damaged, new_file, opened, patient, write_at
-from common.device import mark, wait_by_asking
+from common.device import mark, wait_by_polling
 from common.errors import UserError
 from common.options import extra
 from common.sealed import sha
@@ -219,4 +219,4 @@ class Image:
         if sources:
             torch._foreach_copy_(list(self.views.values()), sources, non_blocking=self.is_pinned)
             for device in self.devices:
-                wait_by_asking(mark(device))
+                wait_by_polling(mark(device))

@@ -133,18 +133,18 @@ class Writer:
         )
 
     def alone(
-        self, needless: Callable[[], bool], hold_still: Callable[[], dict]
+        self, needless: Callable[[], bool], lock_state: Callable[[], dict]
     ) -> AbstractContextManager[bool]:
         """A context for a rescue: of the ranks here only this one saves; False if enough others may.
 
-        From there on a new life waits for it. It takes no file if the rescue is `needless`. `hold_still`
+        From there on a new life waits for it. It takes no file if the rescue is `needless`. `lock_state`
         returns facts that do not change any more.
         """
         return rescuing(
             self.staging / RESCUE,
             lambda: self.moved,
             needless,
-            lambda: "-".join(map(str, _how_far(hold_still()))),
+            lambda: "-".join(map(str, _how_far(lock_state()))),
         )
 
     def _aside(self, step):

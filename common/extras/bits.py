@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.data import Batch
-from common.device import is_gpu, mark, module_of, wait_by_asking
+from common.device import is_gpu, mark, module_of, wait_by_polling
 from common.errors import UserError
 from common.options import Options, extra
 from common.sampler import hash_seed, share
@@ -278,7 +278,7 @@ class Bucket:
     def wait(self):
         while self.works:
             self.works.pop(0).wait()
-            wait_by_asking(mark(self.flat.device))
+            wait_by_polling(mark(self.flat.device))
 
 
 def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:

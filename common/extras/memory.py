@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.data import map_tensors
 from common.errors import UserError, warn
-from common.training import Thing, parts_of
+from common.training import Stateful, parts_of
 
 TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))  # what each optimizer has for itself
 OWN = "settings"  # of the optimizer: the name of what it keeps beside tensors of weights
@@ -29,7 +29,7 @@ class Memory:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: dict, scheduled: bool, things: dict[str, Thing]
+        self, optimizer: torch.optim.Optimizer, names: dict, scheduled: bool, things: dict[str, Stateful]
     ) -> None:
         wrong = [name for name in things if name == OWN or "/" in name]
         if wrong:

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.training import Before
+from common.training import Snapshot
 
 ROUNDED = 0.1  # of what eval() has changed in a weight, so much may be left
 
 
-class BeforeMerging(Before):
+class MergingSnapshot(Snapshot):
     """Buffers, and the weights of these modules, as they were before an evaluation."""
 
     def __init__(self, net: nn.Module, merging: list[nn.Module]) -> None:

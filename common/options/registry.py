@@ -70,7 +70,7 @@ EXTRAS: dict[str, str] = {
     "rehearsed": "common.extras.rehearsed:was_rehearsed",  # of code of one's own
     "copy_to": "common.extras.bucket:Bucket",
     "batch_norm": "common.extras.batch_norm:warn_of_one_sample",
-    "merging": "common.extras.merging:BeforeMerging",
+    "merging": "common.extras.merging:MergingSnapshot",
     "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
     "arguments": "common.extras.arguments:options_of",  # in place of flags
     "in_arguments": "common.extras.arguments:in_arguments",

@@ -8,7 +8,7 @@ import time
 
 from common.errors import UserError
 
-ASK_SECONDS = 0.01  # between two questions
+POLL_SECONDS = 0.01  # between two polls
 
 
 class Parting:
@@ -48,7 +48,7 @@ class Parting:
         while not store.check(names):
             if self.answer:
                 raise error_of(self.answer)
-            time.sleep(ASK_SECONDS)
+            time.sleep(POLL_SECONDS)
         self.passed()
 
     def hear(self, message):

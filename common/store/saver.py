@@ -70,7 +70,7 @@ class Saver:
         """Copies the state, unless it is saved already; waits for the save before. No collective."""
         state = self.state
         state.wait_for_gpu()  # not under the lock: a rescue needs it if a collective hangs
-        if state.spoiled or state.facts() == self.saved:
+        if state.invalid or state.facts() == self.saved:
             return
         self.wait()
         self.saved_at = time.monotonic()
@@ -170,17 +170,17 @@ class Saver:
             for side in self.sides:
                 contexts.enter_context(side)
 
-            def hold_still():
-                contexts.enter_context(self._held_still(began))
+            def lock_state():
+                contexts.enter_context(self._locked_state(began))
                 return state.facts()
 
             def needless():
-                return not state.spoiled and self.writer.holds(state.facts())
+                return not state.invalid and self.writer.holds(state.facts())
 
-            is_asked = contexts.enter_context(self.writer.alone(needless, hold_still))
-            hold_still()
-            if state.spoiled:
-                raise state.spoiled
+            is_asked = contexts.enter_context(self.writer.alone(needless, lock_state))
+            lock_state()
+            if state.invalid:
+                raise state.invalid
             if not is_asked:
                 return ""
             self.wait(in_rescue=True)
@@ -188,7 +188,7 @@ class Saver:
             return self._write_live(why, began)
 
     @contextmanager
-    def _held_still(self, began):
+    def _locked_state(self, began):
         """Waits for the end of the step that the main thread is in; then it makes none meanwhile."""
         clock = time.pthread_getcpuclockid(threading.main_thread().ident)
         timer = IdleTimer()

@@ -167,8 +167,8 @@ class CheckpointStore:
 
     def roll_back(self, error: Exception) -> NoReturn:
         """Ends this life: this state is not to be believed, nor what was saved since all ranks agreed."""
-        spoiled = error if isinstance(error, UserError) else UserError("the ranks' weights differ", code=1)
-        self.state.spoil(spoiled)
+        reason = error if isinstance(error, UserError) else UserError("the ranks' weights differ", code=1)
+        self.state.invalidate(reason)
         self.saver.wait()
         gone = []
         for step, folder in checkpoints(self.opts.run_dir):

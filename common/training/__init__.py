@@ -1,10 +1,10 @@
 """One step: state, task, gradient, update; and evaluation."""
 
 from common.training.evaluate import evaluate
-from common.training.modes import Before
+from common.training.modes import Snapshot
 from common.training.optimizer import build_optimizer, parts_of, weights_of
 from common.training.pace import Pace
 from common.training.replicas import Called, on_device, prepare
-from common.training.state import Thing, TrainState
+from common.training.state import Stateful, TrainState
 from common.training.step import Gradient, gradients_of
 from common.training.tasks import IGNORED, OWN, Task, autocast, find_task, reduced, scored

@@ -36,7 +36,7 @@ class Modes:
                 module.training = False
 
 
-class Before:
+class Snapshot:
     """The buffers as they were before it; with merging layers, as a LoRA, an extra keeps weights, too."""
 
     weights: dict[nn.Parameter, Tensor] = {}  # that may change
@@ -63,10 +63,10 @@ class Before:
                 owner[name] = buffer
 
 
-def before_evaluation(net: nn.Module) -> Before:
+def before_evaluation(net: nn.Module) -> Snapshot:
     """Return what puts everything back after it."""
     merging = [module for module in net.modules() if own(module, "train") or own(module, "eval")]
-    return extra("merging")(net, merging) if merging else Before(net)
+    return extra("merging")(net, merging) if merging else Snapshot(net)
 
 
 def own(module: nn.Module, name: str) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import checkpoints, facts_of
-from common.device import devices_of, mark, wait_by_asking
+from common.device import devices_of, mark, wait_by_polling
 from common.errors import UserError, blamed
 from common.options import Options, extra
 from common.sampler import seed
@@ -33,7 +33,7 @@ from common.training.tasks import OWN, Task, best_of
 from common.world import World, has_peers
 
 
-class Thing(Protocol):
+class Stateful(Protocol):
     """What a loop may keep: a scheduler, an average of the net, a few lines of one's own."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -51,7 +51,7 @@ class TrainState:
         samples: int,
         task: Task,
         schedule: Callable[[int, int], float] | None = None,
-        memory: dict[str, Thing] | None = None,
+        memory: dict[str, Stateful] | None = None,
         shuffled: bool = True,
     ):
         self.net = net
@@ -72,7 +72,7 @@ class TrainState:
         self.modes = Modes(net)
         self.lock = threading.RLock()
         self.updated: list[torch.Event | None] = []  # of each device, after all that has changed weights
-        self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
+        self.invalid: UserError | None = None  # why this state may neither be saved nor updated
         self.heartbeat = 0  # moves with work of any kind: if that of no rank does, the run hangs
         self.ends_epoch = False  # from the last step of an epoch on
         self.schedule = schedule
@@ -83,7 +83,7 @@ class TrainState:
         self.memory = None  # torch's own optimizers keep tensors of weights, and nothing else
         if memory or opts.task == OWN or ".py" in opts.optimizer:
             self.memory = extra("memory")(optimizer, self.names, self.scheduled, memory or {})
-        self.know()
+        self.note_versions()
 
     # ---- one step ----
     @property
@@ -98,12 +98,12 @@ class TrainState:
         """Wait for all that the GPU was given, where a peer may die; call it without the lock."""
         if has_peers():
             for event in self.marks():
-                wait_by_asking(event)
+                wait_by_polling(event)
 
     def wait_for_update(self) -> None:
         """Wait for all that has changed weights: for a rescue, which holds the lock."""
         for event in self.updated:
-            wait_by_asking(event)
+            wait_by_polling(event)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ class TrainState:
         self.statistics.commit()
         if self.memory:
             self.memory.commit()
-        self.know()
+        self.note_versions()
 
     def rate(self, step: int) -> float:
         """Return the learning rate that the schedule has for a step."""
@@ -151,12 +151,12 @@ class TrainState:
         if self.scheduled:  # else the loop may change it
             self.set_rate()
         with self.lock:  # not `changing`: a rescue would wait for a dead collective
-            if self.spoiled:
-                raise self.spoiled
+            if self.invalid:
+                raise self.invalid
             try:
                 self._update(size)
             except BaseException:
-                self.spoil(UserError("the weights are not those of one step", code=1))
+                self.invalidate(UserError("the weights are not those of one step", code=1))
                 raise
             self.updated = self.marks()
         for p in self.names:  # the optimizer need not have all of them
@@ -184,18 +184,18 @@ class TrainState:
         if self.memory:
             self.memory.commit_settings()
         self.progress.count(size)
-        self.know()
+        self.note_versions()
         self.heartbeat += 1
 
-    def spoil(self, error: UserError) -> UserError:
+    def invalidate(self, error: UserError) -> UserError:
         """Refuse to save or update this state from now on: a rescue and an update raise this error."""
-        self.spoiled = error
+        self.invalid = error
         return error
 
     def diverged(self, fact: str) -> UserError:
-        """Spoil a state that is not finite: a restart begins before it."""
+        """Invalidate a state that is not finite: a restart begins before it."""
         resume = f" --resume {self.opts.run_dir}" if checkpoints(self.opts.run_dir) else ""
-        return self.spoil(
+        return self.invalidate(
             UserError(
                 f"{fact}; nothing after the newest checkpoint is kept\n"
                 f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"
@@ -242,24 +242,25 @@ class TrainState:
                     before.put_back()
                     self.own = outside
                 if before.weights:  # counted as changes, though they were undone
-                    self.know()
+                    self.note_versions()
 
     # ---- between two steps: torch counts each change of a tensor in place ----
-    def know(self) -> None:
+    def note_versions(self) -> None:
         """Note what the weights are: they change in the next step alone, or at the end of an epoch."""
-        self.known = [p._version for p in self.names]
+        self.versions = [p._version for p in self.names]
 
     @property
-    def moved(self) -> list[str]:
+    def changed_weights(self) -> list[str]:
         """Return the names of the weights that something has changed since."""
-        pairs = zip(self.names.items(), self.known, strict=True)
+        pairs = zip(self.names.items(), self.versions, strict=True)
         return [name for (p, name), known in pairs if p._version != known]
 
     def refuse_moved_weights(self) -> None:
         """UserError if a forward, or something before it, has changed weights: ranks may differ in that."""
-        if self.moved:
+        if self.changed_weights:
             raise UserError(
-                f"{self.moved[0]} is changed by a forward, or before it; only a step may change weights\n"
+                f"{self.changed_weights[0]} is changed by a forward, or before it; "
+                "only a step may change weights\n"
                 "make it a buffer; or change it in a hook (optimizer.register_step_post_hook), "
                 "or after run.step in a loop of your own"
             )
@@ -267,7 +268,7 @@ class TrainState:
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return {"model": ..., "optimizer": ...}: live tensors by name, without `module.`, `_orig_mod.`."""
-        if self.ends_epoch and self.moved:
+        if self.ends_epoch and self.changed_weights:
             raise UserError(
                 "the loop has changed weights at the end of an epoch: a life that begins there would again\n"
                 "the checkpoint before it stands",
@@ -303,4 +304,4 @@ class TrainState:
         self.progress.load(facts)
         if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
-        self.know()
+        self.note_versions()

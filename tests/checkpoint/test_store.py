@@ -255,7 +255,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         life.store.saver.wait()
         with refusal("0.weight is no longer finite", code=5) as told:
             life.store.check()
-        assert life.state.spoiled
+        assert life.state.invalid
         assert not announced_rescue(life.store)
         assert f"--run-dir NEW --resume {opts.run_dir} --lr X" in str(told.value)
         assert "nothing after the newest checkpoint is kept" in str(told.value)
@@ -267,7 +267,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
 def test_a_state_cut_in_two_is_never_saved(tmp_path):
     opts = options(tmp_path)
     with a_life(opts) as life:
-        at_step(life.state, 1).spoil(UserError("half a step"))
+        at_step(life.state, 1).invalidate(UserError("half a step"))
         life.store.save()
         assert not announced_rescue(life.store)
     assert steps_of(opts) == []

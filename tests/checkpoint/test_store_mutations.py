@@ -124,7 +124,7 @@ MUTANTS = {
     ),
     "half a step is rescued": (
         "store.saver:Saver.rescue",
-        "raise state.spoiled",
+        "raise state.invalid",
         "pass",
         ("", "a_state_cut_in_two_is_never_saved"),
     ),

@@ -232,7 +232,7 @@ def test_the_same_start_on_all_ranks_or_none(tmp_path):
             state.net[0].weight[0, 0] += world.rank
         with refusal("the ranks have made different weights"):
             new_store(options(tmp_path), world).restore(state)
-        return state.spoiled is None
+        return state.invalid is None
 
     assert fork_ranks(2, begin) == [False, False]
 
@@ -264,7 +264,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
         store.save()
         rescued = announced_rescue(store)
         world.barrier()  # as in Rescue: the end takes the staging folder away
-        return state.spoiled is None, rescued, end(store)
+        return state.invalid is None, rescued, end(store)
 
     assert fork_ranks(2, diverge) == [(False, "", None)] * 2
     assert steps_of(opts) == [1]

@@ -238,8 +238,8 @@ def test_an_error_that_all_ranks_have_found_keeps_its_code_on_those_that_leave_l
                     Path(f"{run}.met").touch()
                     until(rescue.watch.lifelines.lost.is_set, "the end of rank 0")
                 until(Path(f"{run}.met").exists, "rank 1 to need no store any more")
-                state.spoiled = UserError("wrong numbers", code=7)
-                raise state.spoiled
+                state.invalid = UserError("wrong numbers", code=7)
+                raise state.invalid
         except UserError as error:
             os._exit(error.code)
 

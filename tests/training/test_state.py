@@ -112,7 +112,7 @@ def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
     state.optimizer.step = lambda: (_ for _ in ()).throw(MemoryError())
     with pytest.raises(MemoryError):
         train(state, 1)
-    assert state.spoiled
+    assert state.invalid
     with pytest.raises(UserError, match="not those of one step"):
         train(state, 1)
 
@@ -167,7 +167,7 @@ def test_a_process_that_is_alone_waits_for_no_gpu(monkeypatch):
 def test_what_comes_from_a_peer_is_asked_for_before_anything_is_launched_behind_it(monkeypatch):
     said = []
     monkeypatch.setattr("common.extras.bits.mark", lambda device: "the event")
-    monkeypatch.setattr("common.extras.bits.wait_by_asking", said.append)
+    monkeypatch.setattr("common.extras.bits.wait_by_polling", said.append)
     Bucket.wait(Mock(works=[Mock(wait=lambda: said.append("NCCL"))]))
     assert said == ["NCCL", "the event"]
 

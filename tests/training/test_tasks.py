@@ -149,7 +149,7 @@ def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, mor
     with refusal(words, code=5 if "nan" in words else 2):
         life = Life(own_task(tmp_path, body, more, **given))
         life.epoch()
-    assert "nan" not in words or life.state.spoiled, "nothing is kept"
+    assert "nan" not in words or life.state.invalid, "nothing is kept"
 
 
 # ---- what is shown and kept -----------------------------------------------------------------------------
