@@ -104,16 +104,19 @@ def meeting_variables() -> str:
 
 # ---- this life, as its agent sees it --------------------------------------------------------------
 def note_that_it_waits(yes: bool) -> None:
-    """Tells launch/agent.py, by a file, whether this rank still waits for others."""
+    """Tell launch/agent.py, by a file, whether this rank still waits for others."""
     place = here()
     if place.notes:
         note = place.notes / f"start-{place.rank}"
         with suppress(OSError):
-            note.touch() if yes else note.unlink()
+            if yes:
+                note.touch()
+            else:
+                note.unlink()
 
 
 def wait_for_survivors() -> None:
-    """Waits until those of the life before have ended: launch/agent.py starts processes beside them."""
+    """Wait until those of the life before have ended: launch/agent.py starts processes beside them."""
     notes = here().notes
     while notes and (notes / SURVIVORS).exists():
         time.sleep(0.005)

@@ -120,7 +120,7 @@ class Lock:
         self.path = path
 
     def write(self):
-        """Synced, because other machines do not see what is only in this machine's memory.
+        """Write the record, synced: other machines do not see what is only in this machine's memory.
 
         Spaces fill it up: nobody reads it while its size changes.
         """

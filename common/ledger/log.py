@@ -18,7 +18,7 @@ from common.options import Options, extra
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
 CLEAN_BYTES = 1 << 16  # at the end of metrics.jsonl, that are looked through
-KINDS = (True, False)  # of rows: steps, which have an epoch, and evaluations
+KINDS = ("step", "evaluation")  # of rows
 CURVES_SECONDS = 5  # of points that a kill may cost TensorBoard; metrics.jsonl has all
 
 
@@ -173,7 +173,7 @@ class Metrics(Lines):
         return new
 
     def _is_new(self, row):
-        kind = "epoch" in row
+        kind = "step" if "epoch" in row else "evaluation"  # only steps have an epoch
         new = row["step"] > self.newest[kind]
         if new:
             self.newest[kind] = row["step"]

@@ -109,7 +109,7 @@ class Watch:
             os.close(end)
 
     def _give_signals_back(self):
-        """And wakes the thread."""
+        """Restore the handlers that were there before, and wake the thread."""
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)

@@ -40,7 +40,7 @@ PRICES = {  # of what a plain training imports, by room, in code tokens
     "elastic": 2960,
     "data": 2360,
     "errors": 1270,
-    "place": 1220,
+    "place": 1230,
     "sampler": 1120,
     "story": 890,
     "models": 610,
