@@ -85,11 +85,11 @@ class OwnTask(Task):
         super().__init__(function, names)
         self.finish = finish
         self.spec = spec
+        self.source = f"--task {spec}"
         self.shapes: dict[str, list[int]] = {}  # of the whole numbers, by name
 
     def __call__(self, model, batch):
-        with blamed(f"--task {self.spec}"):
-            values = super().__call__(model, batch)
+        values = super().__call__(model, batch)
         if not isinstance(values, dict):
             raise UserError(f"what --task {self.spec} returned is a {type(values).__name__}\n{WANTED}")
         return values

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.data import leaves
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, blamed, did_you_mean
 from common.options import Options, extra
 from common.world import World
 
@@ -90,6 +90,8 @@ def autocast(opts: Options, device: torch.device) -> AbstractContextManager:
 class Task:
     """A function of (model, batch), and the names of what it returns; those of a user's own are an extra."""
 
+    source = "the net, on these samples"  # of what is wrong
+
     def __init__(self, function: Callable | None, names: list[str], counts_samples: bool = False) -> None:
         self.function = function
         self.names = names
@@ -97,7 +99,8 @@ class Task:
         self.counts_samples = counts_samples  # of what is minimised the count is that of samples
 
     def __call__(self, model, batch):
-        return self.function(model, self._argument(batch))
+        with blamed(self.source):
+            return self.function(model, self._argument(batch))
 
     def _argument(self, batch):
         return getattr(batch, "data", batch)

@@ -224,3 +224,10 @@ def test_a_forward_of_which_nothing_counts_may_return_plain_zeros(tmp_path, slic
         for losses, found in fork_ranks(world, steps, asked("(0, 0)")):
             assert losses == pytest.approx(wanted, rel=1e-12) and losses[0]
             assert_exact(found, weights)
+
+
+def test_a_net_that_does_not_fit_the_data_is_a_mistake_and_no_crash():
+    task = find_task(Options())
+    samples = (torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
+    with refusal("the net, on these samples: RuntimeError: mat1 and mat2 shapes"):
+        task(torch.nn.Linear(7, 2), samples)
