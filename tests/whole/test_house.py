@@ -30,7 +30,7 @@ COLLECTIVE = {f"world/{name}" for name in ("world", "rendezvous")}
 COLLECTIVE |= {"training/replicas", "extras/bits"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
-    "training": 8670,
+    "training": 8690,
     "checkpoint": 6980,
     "options": 4200,
     "store": 4140,
