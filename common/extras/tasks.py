@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.data import leaves
+from common.data import Batch, leaves
 from common.errors import UserError, blamed
 from common.options import Options, find_function
 from common.training import IGNORED, OWN, Task, autocast, reduced, scored
@@ -152,7 +152,7 @@ class Judge(OwnTask):
         super().__init__(lambda _, batch: judge(batch), [], spec="judge")
 
     def _argument(self, batch):
-        return batch
+        return Batch([([], batch.data)], batch.size)  # ids are those of samples to train on
 
     def evaluation(self, totals: Tensor) -> dict[str, Any]:
         return super().evaluation(totals) | self.whole(totals)
