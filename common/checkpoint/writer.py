@@ -202,10 +202,10 @@ class Writer:
         self.may_link = True
 
     # ---- what goes -------------------------------------------------------------------------------------
-    def put_aside(self, folder: Path) -> None:
-        """Renames a checkpoint, so that no start takes it; it is kept until a newer one is saved.
+    def put_aside(self, folder: Path) -> bool:
+        """Rename a checkpoint, so that no start takes it; it is kept until a newer one is saved.
 
-        By way of our staging: once that is gone, the checkpoint may be a newer life's, and stays.
+        By way of our staging: once that is gone, the checkpoint may be a newer life's, and stays: False.
         """
         aside = self.root / f"{ASIDE}{folder.name}"
         passing = self.staging / folder.name
@@ -213,6 +213,7 @@ class Writer:
             os.rename(folder, passing)
             delete(aside)
             os.rename(passing, aside)
+        return not folder.exists()
 
     def prune(self, step: int, opts: Options, agreed: int) -> None:
         """Deletes checkpoints that need not be kept, and then what was put aside, too."""

@@ -172,12 +172,11 @@ class CheckpointStore:
         self.saver.wait()
         gone = []
         for step, folder in checkpoints(self.opts.run_dir):
-            if self.owns and step > self.saver.agreed >= 0:
+            if self.owns and step > self.saver.agreed >= 0 and self.writer.put_aside(folder):
                 say(
                     f"checkpoints/{folder.name}: saved after the ranks last agreed "
                     f"(step {self.saver.agreed}); put aside"
                 )
-                self.writer.put_aside(folder)
                 gone.append(folder.name)
         if self.saver.bucket and gone:
             self.saver.bucket.end(*gone)
