@@ -97,7 +97,7 @@ class Writer:
             files = {}
             for kind, own in sources.items():
                 path = aside / f"{kind}.safetensors"
-                table = self._linked(path, own) if kind == "frozen" else None
+                table = self._linked(path, own) if kind == "frozen" and self.may_link else None
                 files[path.name] = table or tensors.write_file(path, own, self._move)
             self._describe(aside, files, facts)
             return self._name(aside, step)
@@ -111,7 +111,7 @@ class Writer:
 
         What stands still is compared, not known: a loop may change any weight.
         """
-        for _, folder in committed(self.root)[: self.may_link]:
+        for _, folder in committed(self.root)[:1]:
             with suppress(Damaged, OSError):  # this file system has no links, say
                 table = read_manifest(folder)["files"].get(FROZEN)
                 if table == tensors.table_of(frozen):

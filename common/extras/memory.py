@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from common.data import map_tensors
 from common.errors import UserError, warn
 from common.training import Stateful, parts_of
+from common.world import fingerprint_of
 
 TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))  # what each optimizer has for itself
 OWN = "settings"  # of the optimizer: the name of what it keeps beside tensors of weights
@@ -138,17 +139,7 @@ def plain_of(values: dict[str, Any], without: Any) -> dict[str, Any]:
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Return whether these are the same tensors to the last bit, by the same names."""
-    return a.keys() == b.keys() and all(
-        tensor.dtype == b[key].dtype
-        and tensor.shape == b[key].shape
-        and torch.equal(*map(bits, (tensor, b[key])))
-        for key, tensor in a.items()
-    )
-
-
-def bits(tensor):
-    """Return its bytes: nan is not equal to itself."""
-    return tensor.contiguous().flatten().view(torch.uint8)
+    return a.keys() == b.keys() and fingerprint_of(a.values()) == fingerprint_of(b[name] for name in a)
 
 
 def is_plain(value):

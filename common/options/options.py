@@ -238,6 +238,7 @@ class Options:
         from torch import optim  # not at the top: flags are read without torch
 
         kinds = {name.lower(): kind for name, kind in vars(optim).items() if isinstance(kind, type)}
+        del kinds["optimizer"]  # the base of all
         if self.optimizer not in kinds:
             extra("name")("optimizer", self.optimizer, kinds)
         kind = kinds[self.optimizer]

@@ -97,7 +97,7 @@ def take_over(
 
 
 # ---- the newest checkpoint of any node ------------------------------------------------------------------
-def load_newest(world: World, layout: Layout, run: Path, choices: list[Choice], owns: bool) -> Loaded:
+def load_newest(world: World, layout: Layout, run: str, choices: list[Choice], owns: bool) -> Loaded:
     """Read the newest checkpoint into the tensors of every rank; call on every rank.
 
     `choices` are those that this rank sees, as (step, folder); owners of a folder offer theirs to all.

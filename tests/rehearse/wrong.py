@@ -9,6 +9,7 @@ import os
 import random
 
 import numpy as np
+import silent
 import test_programs
 import torch
 import torch.nn.functional as F
@@ -335,13 +336,7 @@ class Judged(Rehearsed):
 class Observer(Judged):
     """It sees what is evaluated."""
 
-    def net(self):
-        def forward(net, x):
-            net.top.lerp_(x.abs().amax(), 0.1)
-            unit = net.top / 8
-            return net.head((x / unit).round() * unit)
-
-        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(3.0))
+    net = silent.Qat.net
 
 
 # ---- C, F, G: what depends on the cut -------------------------------------------------------------------

@@ -31,7 +31,7 @@ COLLECTIVE |= {"training/replicas", "extras/bits"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
     "training": 8690,
-    "checkpoint": 6980,
+    "checkpoint": 6990,
     "options": 4200,
     "store": 4140,
     "rescue": 4120,

@@ -108,7 +108,12 @@ def test_the_first_call_makes_an_environment_beside_the_project_and_the_second_f
 @needs_an_environment
 @pytest.mark.parametrize(
     "variable, visible, count",
-    [("VIRTUAL_ENV", None, 4), ("CONDA_PREFIX", "2,GPU-7a,1", 3), ("VIRTUAL_ENV", "", 2)],
+    [
+        ("VIRTUAL_ENV", None, 4),
+        ("CONDA_PREFIX", "2,GPU-7a,1", 3),
+        ("VIRTUAL_ENV", "", 2),
+        ("VIRTUAL_ENV", "-1", 2),
+    ],
 )
 def test_an_active_environment_is_used_and_a_process_started_for_each_visible_gpu(
     clone, tmp_path, variable, visible, count
