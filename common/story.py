@@ -11,7 +11,7 @@ import torch
 
 from common.checkpoint import Damaged, checkpoints, read_facts, threads, verify
 from common.errors import UserError
-from common.ledger import Life, deaths_of, named, newest_lives
+from common.ledger import Life, named, newest_lives
 from common.options import Options, commit, extra, read_options
 from common.place import here, this_process
 from common.training import OWN
@@ -43,7 +43,7 @@ def introduce(run: Any, last: Life) -> None:
     opts = run.opts
     size = run.world.size
     before = last[0] if last else {}  # how it began
-    died = deaths_of(last, over=True) if last else []
+    died = extra("deaths")(last, over=True) if last else []
     us = this_process()
     is_restart = before.get("job") == us["job"]
     lines = [] if is_restart and before["world"] == size else header(run)

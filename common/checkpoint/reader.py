@@ -6,7 +6,7 @@ From a folder to its facts, its tables, and this rank's tensors. A checkpoint is
     3  state.json has the hash in the manifest, the folder's step, and each fact     `read_facts`
     4  the tables make up the tensors of this run                                    `Layout.check`
     5  each file has the size and the header that follow from its table              `read_file`, tensors.py
-    6  each tensor has the hash in its table; ranks may share that (store/load.py)   `read_file`
+    6  each tensor has the hash in its table                                         `read_file`
 `verify` makes them all; without a run to compare with, all but the fourth.
 So nothing but JSON of a bounded size is parsed before its hash is compared, and no file decides how much
 memory is allocated. What fails a check is Damaged. An OSError that stays proves nothing: it may be whole.
@@ -93,8 +93,7 @@ def verify(
 ) -> tuple[dict, dict]:
     """(tables, facts) of a checkpoint that has passed all checks; the tensors of a `layout` are its own then.
 
-    UserError if it is not of this `run`, as a manifest has it. `how` is for `read_file`: of a `share` (i, n)
-    of n ranks only the i-th part of each file has passed the sixth check; they must compare what they have.
+    UserError if it is not of this `run`, as a manifest has it. `how` is for `read_file`.
     """
     manifest, facts = read_facts(step, folder)
     if run not in ("", manifest["run"]):

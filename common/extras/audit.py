@@ -10,7 +10,24 @@ from heapq import heappop, heappush
 from pathlib import Path
 
 from common.errors import UserError
-from common.ledger import Record, lives_of, named, read
+from common.ledger import Lines, Record, lives_of, named, read
+
+
+class Audit:
+    """What one rank trained on in one life: begin() before gradients are exchanged, done() after the update.
+
+    When one rank has finished a step, all ranks had begun it: the samples of dead ranks are on disk too.
+    """
+
+    def __init__(self, run_dir: Path, life: str, rank: int) -> None:
+        self.lines = Lines(run_dir / "audit" / life / f"rank{rank}.jsonl")
+
+    def begin(self, step: int, ids: list[int]) -> None:
+        self.lines.append({"event": "begin", "step": step, "ids": ids})
+
+    def done(self, step: int) -> None:
+        """Note the newest whole step: a GPU may end it late, and then it is noted twice."""
+        self.lines.append({"event": "done", "step": step})
 
 
 def audit(*run_dirs: Path) -> Record:

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from common.data import Batch
 from common.device import is_gpu, mark, module_of, wait_by_polling
 from common.errors import UserError
+from common.extras.buffers import MeanOfBuffers
 from common.options import Options, extra
 from common.sampler import hash_seed, share
 from common.training import Gradient, TrainState
@@ -114,11 +115,11 @@ class Slices:
 
     def begin(self, state, totals, counts_samples):
         """Begin a step with so many totals; the buffers are those of the last one."""
-        self.statistics = state.statistics
         if not self.buckets:
-            exact = not counts_samples or torch.float64 in self.statistics.kinds
+            self.buffers = MeanOfBuffers(state.statistics)
+            exact = not counts_samples or torch.float64 in self.buffers.kinds
             self.kind = torch.float64 if exact else torch.float32
-            size = self.statistics.numel + len(totals)
+            size = self.buffers.numel + len(totals)
             self.tail = torch.empty(size, dtype=self.kind, device=totals.device)
             self.tensors = [*self.params, self.tail]
             self.buckets = [Bucket(members, self.world, self.count) for members in buckets_of(self.tensors)]
@@ -129,7 +130,7 @@ class Slices:
     # ---- this rank's slices -----------------------------------------------------------------------
     def measured(self, v, weight, totals):
         """Return what slice v adds to the tail: call it after its forward."""
-        moves = self.statistics.moves(weight, v == self.count - 1, self.kind)
+        moves = self.buffers.moves(weight, v == self.count - 1, self.kind)
         return torch.cat([moves.to(totals.device), totals.to(self.kind)])
 
     def backward(self, v, tail, output):
@@ -196,8 +197,8 @@ class Slices:
             for tensor, total, first in zip(bucket.members, bucket.views[0], firsts, strict=True):
                 unused = tensor.requires_grad and is_missing(first)  # the tail is always there
                 tensor.grad = None if unused else total
-        self.statistics.apply(self.tail.grad[: self.statistics.numel])
-        return self.tail.grad[self.statistics.numel :].double()
+        self.buffers.apply(self.tail.grad[: self.buffers.numel])
+        return self.tail.grad[self.buffers.numel :].double()
 
 
 class Bucket:

@@ -22,7 +22,8 @@ from statistics import median
 from common.errors import CONTROL, UserError
 from common.extras.audit import audit
 from common.extras.command import run_command
-from common.ledger import Record, deaths_of, each_life, named, read
+from common.extras.deaths import deaths_of
+from common.ledger import Record, each_life, named, read
 from common.options import read_options
 from common.place import start_of
 

@@ -129,26 +129,6 @@ class Ledger:
         self.lines.append({"t": round(time.time(), 3), "event": name} | self.writer | fields)
 
 
-class Audit:
-    """What one rank trained on in one life: begin() before gradients are exchanged, done() after the update.
-
-    When one rank has finished a step, all ranks had begun it: the samples of dead ranks are on disk too.
-    """
-
-    def __init__(self, run_dir: Path, life: str, rank: int, on: bool = True) -> None:
-        self.on = on
-        self.lines = Lines(run_dir / "audit" / life / f"rank{rank}.jsonl")
-
-    def begin(self, step: int, ids: list[int]) -> None:
-        if self.on:
-            self.lines.append({"event": "begin", "step": step, "ids": ids})
-
-    def done(self, step: int) -> None:
-        """Note the newest whole step: a GPU may end it late, and then it is noted twice."""
-        if self.on:
-            self.lines.append({"event": "done", "step": step})
-
-
 class Clock:
     """Measure where the time of a life goes; it began with its process, before the imports.
 

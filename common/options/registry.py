@@ -62,6 +62,10 @@ EXTRAS: dict[str, str] = {
     "workers": "common.extras.workers:from_workers",
     "ema_decay": "common.extras.averages:Averages",
     "fp16": "common.extras.fp16:Scaler",
+    "buffers": "common.extras.buffers:MeanOfBuffers",  # of a net that has some, over several ranks
+    "audit": "common.extras.audit:Audit",
+    "deaths": "common.extras.deaths:deaths_of",  # of the life before
+    "pace": "common.extras.pace:Pace",  # of several ranks
     "virtual_ranks": "common.extras.bits:gradient_of_slices",
     "bit_facts": "common.extras.bits:facts",  # with virtual_ranks
     "cross_check": "common.extras.votes:VotedGradient",
@@ -69,7 +73,6 @@ EXTRAS: dict[str, str] = {
     "digest_every": "common.extras.digests:note_digest",
     "rehearsed": "common.extras.rehearsed:was_rehearsed",  # of code of one's own
     "copy_to": "common.extras.bucket:Bucket",
-    "batch_norm": "common.extras.batch_norm:warn_of_one_sample",
     "merging": "common.extras.merging:MergingSnapshot",
     "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
     "arguments": "common.extras.arguments:options_of",  # in place of flags

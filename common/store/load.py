@@ -2,13 +2,11 @@
 
 From the checkpoints that each owner of a folder offers to the tensors and counters of every rank.
 
-All ranks try the offered names together, the newest first. Each rank reads what it needs out of the folder it
-sees, straight into its tensors, with all checks of checkpoint/reader.py, but hashes only a share of it: the
-ranks compare fingerprints of all that they have read. If these differ, or one rank finds damage, each reads
-again and hashes all. Then the first rank that could read it sends facts and tables to all. A rank that could
-not, or that has other bytes under this name, gets each tensor from that one. If no rank has all bytes, all
-try the next name, which overwrites the tensors. What cannot be read, though nothing shows that it is damaged,
-is not passed over: the life ends, and the next one tries again.
+All ranks try the offered names together, the newest first. Each rank reads it out of the folder it sees,
+straight into its tensors, with all checks of checkpoint/reader.py. The first rank that could read it sends
+facts and tables to all. A rank that could not, or that has other bytes under this name, gets each tensor from
+that one. If no rank has all bytes, all try the next name, which overwrites the tensors. What cannot be read,
+though nothing shows that it is damaged, is not passed over: the life ends, and the next one tries again.
 """
 
 from pathlib import Path
@@ -19,7 +17,7 @@ from common.errors import UserError, say
 from common.options import extra
 from common.sealed import sha, to_json
 from common.training import TrainState
-from common.world import World, fingerprint_of, gather
+from common.world import World, gather
 
 Choice = tuple[int, Path]  # the step of a checkpoint, its folder
 
@@ -108,13 +106,9 @@ def load_newest(world: World, layout: Layout, run: str, choices: list[Choice], o
     skipped = []
     for name in newest_first([*steps]):
         choice = own.get(name)
-        # a part of the hashing each; unless all have read the same, each reads again, and hashes all
-        for share in dict.fromkeys([(world.rank, world.size), (0, 1)]):
-            files, facts, mark, damage = _read(world, layout, run, choice, share)
-            marks, damages = zip(*gather(world, [mark, damage]), strict=True)
-            loaded = mark != "" and {*marks} == {mark}
-            if loaded:
-                break
+        files, facts, mark, damage = _read(world, layout, run, choice)
+        marks, damages = zip(*gather(world, [mark, damage]), strict=True)
+        loaded = mark != "" and {*marks} == {mark}
         source = _first(marks)
         if source >= 0 and not loaded:
             facts, loaded = extra("relay")(world, layout, source, choice, [files, facts])
@@ -134,22 +128,17 @@ def _first(texts):
     return next((rank for rank, text in enumerate(texts) if text), -1)
 
 
-def _read(world, layout, run, choice, share):
-    """(tables, facts, mark, damage) of what this rank has read; waits for all ranks.
+def _read(world, layout, run, choice):
+    """Return (tables, facts, their mark, damage) of what this rank has read; waits for all ranks.
 
-    It has hashed its `share`; of all that it has read there is a fingerprint in the mark, which the ranks
-    compare. An OSError of one rank ends this life on all.
+    An OSError of one rank ends this life on all.
     """
     damage = ""
     with world.all_or_none():
         try:
             if choice:
-                files, facts = verify(*choice, layout, run, count=threads(world.local_size), share=share)
-                mark = sha(to_json([files, facts]))
-                if world.size > 1:
-                    kinds = (layout.tensors, layout.remembered)
-                    mark += str([fingerprint_of(own.values()) for own in kinds])
-                return files, facts, mark, ""
+                files, facts = verify(*choice, layout, run, count=threads(world.local_size))
+                return files, facts, sha(to_json([files, facts])), ""
         except Damaged as error:
             damage = str(error)
         except OSError as error:

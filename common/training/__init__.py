@@ -3,7 +3,6 @@
 from common.training.evaluate import evaluate
 from common.training.modes import Snapshot
 from common.training.optimizer import build_optimizer, parts_of, weights_of
-from common.training.pace import Pace
 from common.training.replicas import Called, on_device, prepare
 from common.training.state import Stateful, TrainState
 from common.training.step import Gradient, gradients_of

@@ -95,7 +95,7 @@ def plant():
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     import common.elastic
-    from common.ledger import Audit
+    from common.extras.audit import Audit
     from common.store import CheckpointStore
     from common.training import TrainState
     from common.training.progress import Progress

@@ -25,8 +25,9 @@ from stores import (
 )
 
 from common.checkpoint.folder import committed
+from common.extras.audit import Audit
 from common.extras.chosen import describe
-from common.ledger import Audit, Ledger
+from common.ledger import Ledger
 from common.ledger.log import Metrics
 
 STEPS = (1, 2, 3, 4)  # with keep=2: the last two delete

@@ -14,8 +14,6 @@ from stores import (
     a_life,
     announced_rescue,
     at_step,
-    bytes_of_tensors,
-    count_hashed_bytes,
     end,
     is_at,
     new_store,
@@ -33,7 +31,6 @@ from torch import nn
 
 import common.elastic
 import train_ddp
-from common.checkpoint import tensors
 from common.errors import UserError
 from common.extras import relay
 from common.options import Options
@@ -110,49 +107,6 @@ def wide_checkpoints(folder):
     opts, root = two_checkpoints(folder, net=wide_net())
     file = root / "step-00000002/model.safetensors"
     return opts, file, file.stat().st_size
-
-
-def test_the_ranks_share_the_hashing_and_damage_that_one_finds_is_found_by_all(tmp_path):
-    opts, file, size = wide_checkpoints(tmp_path)
-
-    def begin(world):
-        hashed = count_hashed_bytes(tensors)
-        with a_life(opts, wide_net(), world=world) as life:
-            step = life.state.progress.step
-            return step, is_at(life.state, step), sum(hashed)
-
-    rows = fork_ranks(3, begin)
-    once = bytes_of_tensors(file.parent)
-    assert [row[:2] for row in rows] == [(2, True)] * 3
-    assert sum(row[2] for row in rows) == once and min(row[2] for row in rows) > once / 5
-    whole = file.read_bytes()
-    for at in (size // 4, size // 2, size - 1):  # in the share of each
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert [row[:2] for row in fork_ranks(3, begin)] == [(1, True)] * 3
-        os.rename(file.parents[1] / "damaged-step-00000002", file.parent)
-
-
-@pytest.mark.parametrize("share", ["its own", "another's"])
-def test_what_a_rank_takes_unhashed_is_compared_with_what_others_hashed_and_read_again(tmp_path, share):
-    """One of two ranks reads other bytes than the file has."""
-    opts, _, size = wide_checkpoints(tmp_path)
-
-    def begin(world):
-        fill = tensors._fill
-        misreads = [True] * world.rank
-
-        def misread(fd, chunk, at, name):
-            fill(fd, chunk, at, name)
-            if at and (at > size / 2) == (share == "its own") and misreads:
-                misreads.pop()
-                chunk[0] ^= 1
-
-        tensors._fill = misread
-        with a_life(opts, wide_net(), world=world) as life:
-            step = life.state.progress.step
-            return misreads, step, is_at(life.state, step)
-
-    assert fork_ranks(2, begin) == [([], 2, True)] * 2
 
 
 def test_ranks_of_a_machine_that_see_other_folders_hash_all_and_get_what_they_lack(tmp_path):

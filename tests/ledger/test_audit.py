@@ -9,9 +9,9 @@ import pytest
 from jobs import CLEAN
 
 from common.checkpoint.disk import sync_lines
-from common.extras.audit import audit
+from common.extras.audit import Audit, audit
 from common.extras.report import main
-from common.ledger import Audit, Ledger
+from common.ledger import Ledger
 from common.sampler import ElasticSampler
 
 N, BATCH, SEED = 50, 8, 3  # 7 steps an epoch, the last with 2 samples

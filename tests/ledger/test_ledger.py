@@ -16,8 +16,9 @@ import pytest
 from jobs import PACED, free_port, ran
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.extras.deaths import deaths_of
 from common.extras.report import BUCKETS, main, summarize
-from common.ledger import Clock, Ledger, deaths_of, lives_of, named, newest_lives
+from common.ledger import Clock, Ledger, lives_of, named, newest_lives
 from common.ledger.ledger import lines_back, read
 from common.options import Options
 from common.place import start_of

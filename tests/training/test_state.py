@@ -10,6 +10,7 @@ from torch import nn
 
 from common.errors import UserError
 from common.extras.bits import Bucket
+from common.extras.buffers import MeanOfBuffers
 from common.extras.schedules import learning_rate
 from common.options import Options
 from common.training.statistics import Statistics
@@ -180,7 +181,7 @@ def test_statistics_are_copied_by_type_and_a_net_without_any_is_on_no_device(mon
     statistics.commit()
     assert types == [{torch.float32}, {torch.int64}]
     of_a_gpu = Mock(["to"], to=lambda here: here.clone())  # it is of no use beside a CPU's tensors
-    Statistics(torch.nn.Linear(1, 1)).apply(of_a_gpu)
+    MeanOfBuffers(Statistics(torch.nn.Linear(1, 1))).apply(of_a_gpu)
 
 
 def test_the_learning_rate_is_a_function_of_the_step():

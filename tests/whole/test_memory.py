@@ -22,7 +22,6 @@ import common.elastic as house
 from common.data import Batch
 from common.elastic import Elastic
 from common.extras.all_ranks import warn_of_other_reports
-from common.extras.batch_norm import warn_of_one_sample
 from common.extras.memory import flat, same, unflat
 from common.extras.own_data import as_input
 from common.options import Options
@@ -473,11 +472,3 @@ def test_inputs_stay_float64_where_float32_would_make_two_numbers_one():
 def test_a_batch_that_is_a_dict_says_where_its_data_are():
     with refusal("a batch is a dict(.|\n)*take batch.data"):
         Batch([([1], {"words": torch.zeros(1)})], 1).x  # noqa: B018
-
-
-@pytest.mark.parametrize("size, told", [(1, 0), (2, 1)])
-def test_a_share_of_one_sample_under_batch_norm_is_told_at_the_start(capsys, size, told):
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    opts = Options(global_batch_size=12)
-    warn_of_one_sample(net, opts, 50, SimpleNamespace(size=size))
-    assert capsys.readouterr().err.count("a forward gets one sample, on which the BatchNorm 1") == told
