@@ -118,7 +118,7 @@ def users_line(error: BaseException) -> str:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a file is ours or a library's, and no user's."""
+    """Return whether a file is ours or a library's, and no user's."""
     return any(path.is_relative_to(place) for place in FOREIGN)
 
 

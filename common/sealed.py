@@ -23,13 +23,13 @@ def to_json(value: object) -> bytes:
 
 
 def sealed(value: Facts) -> bytes:
-    """The object as JSON that ends with the SHA-256 of all bytes before."""
+    """Return the object as JSON that ends with the SHA-256 of all bytes before."""
     text = to_json(value).removesuffix(b"}\n")
     return text + _seal(text)
 
 
 def unsealed(data: bytes) -> Facts:
-    """The object that `sealed` wrote; ValueError if one bit has changed. Nothing is parsed before."""
+    """Return the object that `sealed` wrote; ValueError if one bit has changed. Nothing is parsed before."""
     text = data[:-SEAL_BYTES]
     if text + _seal(text) != data:
         raise ValueError("it does not match its own seal")
@@ -41,12 +41,12 @@ def _seal(text):
 
 
 def marked(value: Facts) -> Facts:
-    """The object with a mark that only this user can make."""
+    """Return the object with a mark that only this user can make."""
     return value | {"mark": hmac.new(own_key(), to_json(value), "sha256").hexdigest()}
 
 
 def own_key() -> bytes:
-    """32 bytes that only this user can read, made where there are none; empty where none can be made."""
+    """Read 32 bytes that only this user can read, made where there are none; empty where none can be made."""
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     with suppress(OSError, RuntimeError):  # there is no home
         path = folder.expanduser() / "train_ddp/key"

@@ -21,7 +21,7 @@ TRAINING = {
 
 
 def missing(table: dict[str, str]) -> str:
-    """Two lines of an error if this torch lacks a name of the table; else empty."""
+    """Return two lines of an error if this torch lacks a name of the table; else nothing."""
     import torch
 
     for where, names in table.items():
@@ -39,6 +39,6 @@ def missing(table: dict[str, str]) -> str:
 
 
 def has(owner: object, name: str) -> bool:
-    """Whether it is an attribute, or is set by this function."""
+    """Return whether it is an attribute, or is set by this function."""
     set_there = getattr(getattr(owner, "__code__", None), "co_names", ())
     return hasattr(owner, name) or name in getattr(owner, "__annotations__", ()) or name in set_there

@@ -97,7 +97,7 @@ def export(run, which, target):
 
 
 def wanted_pictures(run):
-    """What was done to the pictures that the net was trained for, as another program must do it, too."""
+    """Say what was done to the pictures that the net was trained for, as another program must do it, too."""
     with suppress(UserError):  # `run` may be the folder of one checkpoint
         options = read_options(run)
         if options["dataset"] == "imagefolder":

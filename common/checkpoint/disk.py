@@ -47,7 +47,7 @@ def patient(read):
 
 @contextmanager
 def opened(path, is_right=stat.S_ISREG):
-    """The descriptor of a regular file, or of what has a mode that `is_right`."""
+    """Open a regular file, or what has a mode that `is_right`; yield its descriptor."""
     fd = os.open(path, READ)
     try:
         if not is_right(os.fstat(fd).st_mode):
@@ -58,7 +58,7 @@ def opened(path, is_right=stat.S_ISREG):
 
 
 def read_small(path):
-    """All bytes of a small file; a larger one is refused, not read."""
+    """Return all bytes of a small file; refuse a larger one unread."""
     data = b""
     with opened(path) as fd:
         size = os.fstat(fd).st_size
@@ -69,14 +69,14 @@ def read_small(path):
 
 
 def refuse_long(path, size):
-    """Damaged if a file is too long to be read at once."""
+    """Raise Damaged if a file is too long to be read at once."""
     if size > MOST_BYTES:
         raise Damaged(f"{Path(path).name} is {size:,} bytes, more than {MOST_BYTES:,}")
 
 
 @contextmanager
 def as_written(name):
-    """An error of reading a file's content inside this block is Damaged."""
+    """Turn an error of reading a file's content inside this block into Damaged."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -84,27 +84,27 @@ def as_written(name):
 
 
 def parse_json(data, name):
-    """The JSON object in `data`."""
+    """Return the JSON object in `data`."""
     with as_written(name):
         return {**json.loads(data)}
 
 
 def unseal(data, name):
-    """The object that `sealed` wrote; Damaged if one bit has changed."""
+    """Return the object that `sealed` wrote; Damaged if one bit has changed."""
     with as_written(name):
         return unsealed(data)
 
 
 @patient
 def read_sealed(path: Path) -> dict:
-    """The object in a file that `sealed` has made."""
+    """Return the object in a file that `sealed` has made."""
     return unseal(read_small(path), path.name)
 
 
 # ---- writing ------------------------------------------------------------------------------------------
 @contextmanager
 def new_file(path):
-    """The descriptor of a new file, which is synced at the end.
+    """Open a new file, yield its descriptor, and sync it at the end.
 
     After a failed sync the kernel counts the file's pages as clean: the caller must drop it.
     """
@@ -117,7 +117,7 @@ def new_file(path):
 
 
 def write_at(fd, data, at):
-    """All of the data, though a write may take less."""
+    """Write all of the data, though a call may take less."""
     data = memoryview(data)
     while len(data):
         count = os.pwrite(fd, data, at)
@@ -126,7 +126,7 @@ def write_at(fd, data, at):
 
 
 def put(path, data):
-    """A small file, whole or not at all, by way of its own folder: checkpoints/ may be on another disk.
+    """Write a small file, whole or not at all, by way of its own folder: checkpoints/ may be on another disk.
 
     Damaged if no start would read it. Two ranks may do it at once.
     """
@@ -138,7 +138,7 @@ def put(path, data):
 
 
 def put_sealed(path: Path, value: dict) -> None:
-    """A file with this object and a seal; it is on the disk then."""
+    """Write a file with this object and a seal; it is on the disk then."""
     put(path, sealed(value))
     sync_folder(path.parent)
 
@@ -153,7 +153,7 @@ def sync_folder(path):
 
 
 def make_folder(folder):
-    """A new folder is only on the disk once the one above it is synced."""
+    """Make a folder; it is only on the disk once the one above it is synced."""
     new = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     for path in reversed(new):
         path.mkdir(mode=0o700, exist_ok=True)

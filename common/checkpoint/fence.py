@@ -81,7 +81,7 @@ class IdleTimer:
         return self.seconds
 
     def hangs(self, value: object) -> bool:
-        """Whether what shows progress by this value is to be given up."""
+        """Return whether what shows progress by this value is to be given up."""
         return self(value) >= HUNG_SECONDS
 
 
@@ -129,7 +129,7 @@ class Lock:
         os.fdatasync(self.fd)
 
     def is_ours(self):
-        """Whether our file still has the name; opened anew, as NFS asks the server only then."""
+        """Return whether our file still has the name; opened anew, as NFS asks the server only then."""
         with suppress(OSError, Damaged), opened(self.path) as fd:
             return os.path.samestat(os.fstat(self.fd), os.fstat(fd))
         return False
@@ -166,7 +166,7 @@ class Fence:
         self.lock: Lock | None = None  # says that this process lives
 
     def elect(self, rank: int) -> bool:
-        """Whether this rank is to own the folder: rank 0, or the first one that sees another folder.
+        """Return whether this rank is to own the folder: rank 0, or the first one that sees another folder.
 
         Any other rank holds a file in the owner's staging folder, so the next life waits for its end, too.
         """
@@ -252,7 +252,7 @@ class Fence:
 
 @contextmanager
 def rescuing(path, progress, needless, lock_state):
-    """Inside, only this process of its node saves; a new owner waits while it lives and `progress()` grows.
+    """Let only this process of its node save inside; a new owner waits while it lives and `progress()` grows.
 
     Takes no file if `needless()`: there is nothing to save, or not any more. False if others of the same
     state, which `lock_state()` names, wait already: the run folder is spared, four deaths in one save are
@@ -278,7 +278,7 @@ def rescuing(path, progress, needless, lock_state):
 
 
 def may_wait(path, state):
-    """Whether this rank is one of the first that wait with this state."""
+    """Return whether this rank is one of the first that wait with this state."""
     for k in range(MOST_WAITING):
         with suppress(FileExistsError):
             os.close(os.open(path.with_name(f"{WAITING}{state}.{k}"), NEW, 0o600))
@@ -294,7 +294,7 @@ def wait_for(path, seconds=None, deadline=math.inf, needless=lambda: False):
 
 
 def watched(path):
-    """(what it wrote, IdleTimer of its counter, seconds waited), again and again while its process lives."""
+    """Yield (what it wrote, IdleTimer of its counter, seconds waited), while its process lives."""
     began = time.monotonic()
     timer = IdleTimer()
     pause = 0.02
@@ -309,7 +309,7 @@ def watched(path):
 
 
 def read_record(path):
-    """What is in a lock; {} if nobody knows whose, None without a file. Opened anew: NFS asks the server."""
+    """Read a lock, opened anew: NFS asks the server. {} if nobody knows whose it is, None without a file."""
     try:
         record = parse_json(read_small(path), path.name)
     except FileNotFoundError:
@@ -320,7 +320,7 @@ def read_record(path):
 
 
 def make_anew(path, may_log=False):
-    """The same bytes in another file, if an earlier life may still append to it, or a copy shares it."""
+    """Put the same bytes in another file, if an earlier life may still append to it, or a copy shares it."""
     with suppress(OSError):  # there is none
         if may_log or os.stat(path).st_nlink > 1:  # `cp -al`
             with opened(path) as fd, open(fd, "rb", closefd=False) as file:  # no link

@@ -37,7 +37,7 @@ def checkpoints(path: Path) -> list[tuple[int, Path]]:
 
 @patient
 def committed(root):
-    """The checkpoints in a folder."""
+    """List the checkpoints in a folder."""
     try:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
@@ -46,7 +46,7 @@ def committed(root):
 
 
 def newest_first(names: list[str]) -> list[str]:
-    """The names of checkpoints among these; of one step the latest facts come first."""
+    """Return the names of checkpoints among these; of one step the latest facts come first."""
     return sorted(filter(numbers_of, {*names}), key=numbers_of, reverse=True)
 
 
@@ -55,12 +55,12 @@ def folder_name(step, k=0):
 
 
 def numbers_of(name):
-    """(step, k) of `step-N.k`; None of any other name."""
+    """Return (step, k) of `step-N.k`; None of any other name."""
     found = STEP.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
 def free_number(root, step):
-    """The k of a name for a checkpoint of this step that none has or had."""
+    """Return the k of a name for a checkpoint of this step that none has or had."""
     rows = [numbers_of(name.removeprefix(ASIDE)) for name in os.listdir(root)]
     return 1 + max((row[1] for row in rows if row and row[0] == step), default=-1)

@@ -33,7 +33,7 @@ class Layout:
         self.remembered: dict[str, Tensor] = {}  # of the checkpoint that was read last
 
     def checked(self, tensors: Named) -> Named:
-        """The same tensors by file; UserError if the net's are not those of the start."""
+        """Return the same tensors by file; UserError if the net's are not those of the start."""
         net = tensors["model"]
         specs = specs_of(net)
         name = differs(specs, self.specs)
@@ -45,7 +45,7 @@ class Layout:
         return tensors | {"model": trained, "frozen": {name: net[name] for name in self.frozen}}
 
     def check(self, files: dict) -> None:
-        """Damaged unless the files hold this run's tensors, whichever of them were frozen then."""
+        """Raise Damaged unless the files hold this run's tensors, whichever of them were frozen then."""
         net = files[MODEL] | files.get(FROZEN, {})
         specs = {name: row[:2] for name, row in net.items()}
         name = differs(specs, self.specs)
@@ -56,7 +56,7 @@ class Layout:
                 raise Damaged(f"{OPTIMIZER} has {name[:80]}, this run has no such weight")
 
     def buffers(self, path: str, table: dict) -> dict:
-        """{name: a context with the buffer of that tensor}."""
+        """Return {name: a context with the buffer of that tensor}."""
         tensors = self.tensors
         if path == OPTIMIZER:
             tensors = {name: torch.empty(row[1], dtype=DTYPES[row[0]]) for name, row in table.items()}
@@ -65,13 +65,13 @@ class Layout:
 
 
 def differs(specs, others):
-    """The first name of tensors that only one of two nets has, or has in this shape and type; or None."""
+    """Return the first name of a tensor that only one of two nets has, or has in this form; or None."""
     return next((name for name in specs | others if specs.get(name) != others.get(name)), None)
 
 
 @contextmanager
 def _buffer(tensor):
-    """A buffer for a tensor's bytes: its own memory, or a copy, if it has holes or is on a GPU."""
+    """Yield a buffer for a tensor's bytes: its own memory, or a copy, if it has holes or is on a GPU."""
     flat = flat_bytes(tensor)  # of one with holes, a copy
     direct = tensor.is_contiguous() and not is_gpu(tensor.device)
     buffer = flat if direct else torch.empty(len(flat), dtype=torch.uint8)
@@ -82,7 +82,7 @@ def _buffer(tensor):
 
 # ---- beside the tensors --------------------------------------------------------------------------------
 def facts_of(net: nn.Module) -> dict[str, Any]:
-    """What a checkpoint holds of a net beside its tensors, so that `load` needs neither script nor data.
+    """Return what a checkpoint holds of a net beside its tensors: so `load` needs neither script nor data.
 
     `build_model` notes it of the whole net: in train_mp.py only a part of the net may be left.
     """
@@ -90,7 +90,7 @@ def facts_of(net: nn.Module) -> dict[str, Any]:
 
 
 def tied_names(net):
-    """{name: first name} of weights with several names."""
+    """Return {name: first name} of weights with several names."""
     first = {weight: name for name, weight in net.named_parameters()}
     every_name = net.named_parameters(remove_duplicate=False)
     return {name: first[weight] for name, weight in every_name if first[weight] != name}

@@ -41,7 +41,7 @@ FACTS: dict[str, Any] = {  # a start reads them all
 
 
 def read_manifest(folder: Path) -> dict:
-    """A checkpoint's manifest; UserError if another version of this code wrote it.
+    """Read a checkpoint's manifest; UserError if another version of this code wrote it.
 
     Its step and its digest are for others: they follow from the facts and the tables, which are compared.
     """
@@ -73,7 +73,7 @@ def _check_tables(files, run, state, **_):
 
 @patient
 def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
-    """(manifest, facts): all of a checkpoint but its tensors, compared with the seal and the hash."""
+    """Read (manifest, facts): all of a checkpoint but its tensors, compared with the seal and the hash."""
     manifest = read_manifest(folder)
     text = read_small(folder / STATE)
     if sha(text) != manifest["state"]:
@@ -91,7 +91,7 @@ def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
 def verify(
     step: int, folder: Path, layout: Layout | None = None, run: str = "", **how: Any
 ) -> tuple[dict, dict]:
-    """(tables, facts) of a checkpoint that has passed all checks; the tensors of a `layout` are its own then.
+    """Return (tables, facts) of a checkpoint that passes all checks; the tensors of a `layout` are its own then.
 
     UserError if it is not of this `run`, as a manifest has it. `how` is for `read_file`.
     """
@@ -119,7 +119,7 @@ def digest_of(files: dict[str, dict]) -> str:
 
 
 def best_of(choices: list[tuple[int, Path]]) -> dict:
-    """The best evaluation of which a checkpoint is among `choices`, by the newest of them; {} if none is."""
+    """Return the best evaluation that has a checkpoint among `choices`, by the newest of them; {} if none has."""
     for step, folder in choices:
         with suppress(Damaged, OSError):
             best = read_facts(step, folder)[1]["best"]

@@ -46,7 +46,7 @@ WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one 
 
 # ---- the format ---------------------------------------------------------------------------------------
 def specs_of(tensors: dict[str, Tensor]) -> dict[str, list]:
-    """{name: [type, shape]} of tensors; UserError for one that cannot be saved."""
+    """Return {name: [type, shape]} of tensors; UserError for one that cannot be saved."""
     specs = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES or tensor.layout != torch.strided or name == NO_NAME:
@@ -63,7 +63,7 @@ def size_of(dtype, shape):
 
 
 def lay_out(specs):
-    """(header, {name: (first byte, end)}, bytes) of the file that holds {name: [type, shape, ...]}.
+    """Return (header, {name: (first byte, end)}, bytes) of the file that holds {name: [type, shape, ...]}.
 
     Wide types come first, then it goes by name: each tensor is aligned, and equal states are equal bytes.
     """
@@ -83,12 +83,12 @@ def lay_out(specs):
 
 # ---- writing and reading --------------------------------------------------------------------------------
 def threads(processes: int = 1) -> int:
-    """How many threads of this process may hash, if so many processes of this machine hash at once."""
+    """Return how many threads of this process may hash, if so many processes of this machine hash at once."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // processes))
 
 
 def spread(act, count, items):
-    """[act(item) of all items], on `count` threads; on the caller's if one is enough or none can start."""
+    """Return [act(item) of all items], on `count` threads; on the caller's if one is enough or none starts."""
     if min(count, len(items)) > 1:
         with suppress(RuntimeError), ThreadPoolExecutor(count) as pool:
             return list(pool.map(act, items))
@@ -96,7 +96,7 @@ def spread(act, count, items):
 
 
 def table_of(tensors):
-    """The table of a file that would hold these tensors."""
+    """Return the table of a file that would hold these tensors."""
     specs = specs_of(tensors)
 
     def row(name):
@@ -182,7 +182,7 @@ def _fill(fd, chunk, at, name):
 
 
 def flat_bytes(tensor):
-    """A tensor's bytes as a flat tensor; if it has holes, those of a copy."""
+    """Return a tensor's bytes as a flat tensor; if it has holes, those of a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -210,7 +210,7 @@ class Image:
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> None:
-        """The one copy that training waits for; call it when nothing that may hang is left on the GPU."""
+        """Make the one copy that training waits for; nothing that may hang is left on the GPU then."""
         sources = [tensors[name].detach() for name in self.views]
         if sources:
             torch._foreach_copy_(list(self.views.values()), sources, non_blocking=self.is_pinned)

@@ -36,12 +36,12 @@ THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 def facts_to_json(facts):
-    """state.json's bytes; NaN and infinity, which JSON does not have, become null."""
+    """Return state.json's bytes; NaN and infinity, which JSON does not have, become null."""
     return to_json(json.loads(json.dumps(facts), parse_constant=lambda name: None))
 
 
 def _how_far(facts):
-    """What orders facts; within one step the evaluation comes last."""
+    """Return what orders facts; within one step the evaluation comes last."""
     return facts["step"], facts["epoch"], facts["evaluated"].get("step", -1)
 
 
@@ -63,7 +63,7 @@ class Writer:
 
     # ---- what is there ---------------------------------------------------------------------------------
     def readable(self, least: int = 0) -> Iterator[dict]:
-        """The facts of this run's checkpoints that can be read, down to a step, newest first."""
+        """Yield the facts of this run's checkpoints that can be read, down to a step, newest first."""
         for step, folder in committed(self.root):
             if step < least:  # a rescue does not wait for a disk that fails
                 break
@@ -73,13 +73,13 @@ class Writer:
                     yield facts
 
     def holds(self, facts: dict) -> bool:
-        """Whether the newest checkpoint has this state or a later one."""
+        """Return whether the newest checkpoint has this state or a later one."""
         newest = next(self.readable(facts["step"]), None)
         return newest is not None and _how_far(newest) >= _how_far(facts)
 
     # ---- a checkpoint ----------------------------------------------------------------------------------
     def commit(self, sources: Named, facts: dict) -> Path:
-        """The folder of the new checkpoint.
+        """Write a new checkpoint and return its folder.
 
         Raises what has failed twice, as OSError of the disk; Fenced if another life has taken over. After a
         failed write or fsync everything is written again, once, to other files.
@@ -135,7 +135,7 @@ class Writer:
     def alone(
         self, needless: Callable[[], bool], lock_state: Callable[[], dict]
     ) -> AbstractContextManager[bool]:
-        """A context for a rescue: of the ranks here only this one saves; False if enough others may.
+        """Return a context for a rescue: of the ranks here only this one saves; False if enough others may.
 
         From there on a new life waits for it. It takes no file if the rescue is `needless`. `lock_state`
         returns facts that do not change any more.
@@ -148,7 +148,7 @@ class Writer:
         )
 
     def _aside(self, step):
-        """A new folder's name. A pid is not enough: ranks in two containers may have the same."""
+        """Name a new folder. A pid is not enough: ranks in two containers may have the same."""
         return self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"
 
     def _move(self):
@@ -230,7 +230,7 @@ class Writer:
 
     @staticmethod
     def kept(choices: list, step: int, best: int | None, opts: Options, agreed: int) -> list:
-        """The folders among the `choices`, (step, folder), newest first, that need to be kept.
+        """Return the folders among the `choices`, (step, folder), newest first, that need to be kept.
 
         These are this step, the newest (--keep), those of --keep-every, the best, and the newest one up to
         the step on which all ranks `agreed`.

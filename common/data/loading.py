@@ -47,12 +47,12 @@ class Batch(NamedTuple):
 
     @property
     def data(self) -> Any:
-        """What collate made of a share that is one forward."""
+        """Return what collate made of a share that is one forward."""
         return self.parts[0][1]
 
     @property
     def x(self) -> Tensor:
-        """The inputs, of (input, target)."""
+        """Return the inputs, of (input, target)."""
         return self._part(0)
 
     @property

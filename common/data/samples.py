@@ -34,7 +34,7 @@ class DataFacts:
 
     @property
     def classes(self) -> int:
-        """Only some models ask for it: a regression has no classes."""
+        """Return their number. Only some models ask for it: a regression has no classes."""
         if self.known_classes is None:
             raise UserError(
                 f"dataset {self.name} does not tell its number of classes\n"

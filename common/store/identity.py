@@ -13,7 +13,7 @@ from common.world import MAY_DIFFER, bit_facts
 
 
 def identify(opts, data, code, device, writer):
-    """What this run is, for JSON; UserError if RUN/options.json, or a checkpoint, has other values.
+    """Return what this run is, for JSON; UserError if RUN/options.json, or a checkpoint, has other values.
 
     `data` is the fingerprint of its data, `code` has that of each file of a user's. The options may change as
     long as nothing is saved, the free ones always.
@@ -65,7 +65,7 @@ def identify(opts, data, code, device, writer):
 
 
 def foreign_checkpoint(opts, run):
-    """A checkpoint of another run, which this one would delete some day; UserError for another format.
+    """Return a checkpoint of another run, which this one would delete some day; UserError for another format.
 
     One that is kept for ever, as one --keep-every so many steps, is compared if it is loaded.
     """

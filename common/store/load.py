@@ -33,7 +33,7 @@ class Loaded(NamedTuple):
 
 
 def lay_out(state, world):
-    """(this rank's layout, whether its tensors are those of rank 0); call on every rank."""
+    """Return (this rank's layout, whether its tensors are those of rank 0); call on every rank."""
     named = state.net.named_parameters(remove_duplicate=False)
     layout = Layout(state.tensors(), {name for name, p in named if not p.requires_grad})
     return layout, layout.specs == gather(world, None if world.rank else layout.specs)[0]
@@ -124,7 +124,7 @@ def load_newest(world: World, layout: Layout, run: str, choices: list[Choice], o
 
 
 def _first(texts):
-    """The first rank that has told something, or -1."""
+    """Return the first rank that has told something, or -1."""
     return next((rank for rank, text in enumerate(texts) if text), -1)
 
 

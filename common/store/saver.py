@@ -61,7 +61,7 @@ class Saver:
         self._make_images(self.writer.layout.checked(self.state.tensors()))
 
     def _make_images(self, named):
-        """Anew, if more is remembered than before."""
+        """Make them anew, if more is remembered than before."""
         for kind, tensors in named.items():
             if kind not in self.images or self.images[kind].specs != specs_of(tensors):
                 self.images[kind] = Image(tensors)
@@ -145,7 +145,7 @@ class Saver:
 
     # ---- a checkpoint -----------------------------------------------------------------------------
     def write(self, tensors, facts):
-        """The folder of the new checkpoint; UserError if a weight is no number any more."""
+        """Write a new checkpoint, return its folder; UserError if a weight is no number any more."""
         net = tensors["model"] | tensors.get("frozen", {})
         for name in self.state.names.values():
             if name in net and not_finite(net[name]):
@@ -205,7 +205,7 @@ class Saver:
             self.state.lock.release()
 
     def _write_live(self, why, began):
-        """What was saved, in words."""
+        """Save the live tensors; return in words what was saved."""
         facts = self.state.facts()
         step = facts["step"]
         if not step or self.writer.holds(facts):  # without a step this is no run yet: its options may change
@@ -220,5 +220,5 @@ class Saver:
 
 
 def not_finite(tensor):
-    """Whether it holds a NaN or an infinity; the sum alone may overflow."""
+    """Return whether it holds a NaN or an infinity; the sum alone may overflow."""
     return not tensor.sum().isfinite() and not tensor.isfinite().all()

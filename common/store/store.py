@@ -185,14 +185,14 @@ class CheckpointStore:
     # ---- saving -----------------------------------------------------------------------------------
     @property
     def overdue(self) -> bool:
-        """Whether this rank owns the folder and its clock asks for a save (--save-seconds).
+        """Return whether this rank owns the folder and its clock asks for a save (--save-seconds).
 
         `Rescue.consult` tells all: owners on many machines save at one step, and training waits for it once.
         """
         return self.owns and 0 < self.opts.save_seconds <= time.monotonic() - self.saver.saved_at
 
     def due(self) -> bool:
-        """Whether this rank should save now."""
+        """Return whether this rank should save now."""
         step = self.state.progress.step
         intervals = (self.opts.save_every, self.opts.keep_every)
         return self.overdue or any(every and step % every == 0 for every in intervals)
@@ -203,7 +203,7 @@ class CheckpointStore:
             self.saver.save()
 
     def check(self) -> None:
-        """After each step: notes its digest if one is asked for; reports failed saves."""
+        """Note, after each step, its digest if one is asked for; report failed saves."""
         if self.owns:
             if self.opts.digest_every:
                 extra("digest_every")(self.state, self.ledger)
@@ -222,7 +222,7 @@ class CheckpointStore:
             self.fence.leave()
 
     def copy(self) -> None:
-        """--copy-to: waits for the copy of the newest checkpoint, and says whether it is there."""
+        """Wait for the copy of the newest checkpoint (--copy-to), and say whether it is there."""
         if self.saver.bucket:
             self.saver.bucket.end()
 

@@ -59,7 +59,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 def check_groups(optimizer, net):
-    """UserError if a weight trains that the optimizer does not have, or the other way round."""
+    """Raise a UserError if a weight trains that the optimizer does not have, or the other way round."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     strangers = held - {*net.parameters()}
     if strangers:
