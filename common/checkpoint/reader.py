@@ -91,7 +91,7 @@ def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
 def verify(
     step: int, folder: Path, layout: Layout | None = None, run: str = "", **how: Any
 ) -> tuple[dict, dict]:
-    """Return (tables, facts) of a checkpoint that passes all checks; the tensors of a `layout` are its own then.
+    """Return (tables, facts) of a checkpoint that passes all checks; a `layout` has its tensors then.
 
     UserError if it is not of this `run`, as a manifest has it. `how` is for `read_file`.
     """
@@ -119,7 +119,7 @@ def digest_of(files: dict[str, dict]) -> str:
 
 
 def best_of(choices: list[tuple[int, Path]]) -> dict:
-    """Return the best evaluation that has a checkpoint among `choices`, by the newest of them; {} if none has."""
+    """Return the best evaluation with a checkpoint among `choices`, by the newest of them; {} if none has."""
     for step, folder in choices:
         with suppress(Damaged, OSError):
             best = read_facts(step, folder)[1]["best"]

@@ -88,7 +88,7 @@ def threads(processes: int = 1) -> int:
 
 
 def spread(act, count, items):
-    """Return [act(item) of all items], on `count` threads; on the caller's if one is enough or none starts."""
+    """Return [act(item) ...], on `count` threads; on the caller's if that is enough or none starts."""
     if min(count, len(items)) > 1:
         with suppress(RuntimeError), ThreadPoolExecutor(count) as pool:
             return list(pool.map(act, items))

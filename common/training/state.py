@@ -256,7 +256,7 @@ class TrainState:
         return [name for (p, name), known in pairs if p._version != known]
 
     def refuse_moved_weights(self) -> None:
-        """Raise a UserError if a forward, or what is before it, has changed weights: ranks may differ in that."""
+        """Raise a UserError if a forward, or what is before it, has changed weights: ranks may differ."""
         if self.changed_weights:
             raise UserError(
                 f"{self.changed_weights[0]} is changed by a forward, or before it; "
