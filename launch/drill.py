@@ -23,8 +23,9 @@ sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 
 from common.errors import UserError, say  # noqa: E402
 from common.extras.audit import audit  # noqa: E402
+from common.extras.lives import lives_of  # noqa: E402
 from common.extras.report import summarize  # noqa: E402
-from common.ledger import lives_of, named  # noqa: E402
+from common.ledger import named  # noqa: E402
 from common.options import read_options  # noqa: E402
 from launch.command import NPROC, run_tool  # noqa: E402
 

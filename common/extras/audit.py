@@ -10,7 +10,8 @@ from heapq import heappop, heappush
 from pathlib import Path
 
 from common.errors import UserError
-from common.ledger import Lines, Record, lives_of, named, read
+from common.extras.lives import lives_of, read
+from common.ledger import Lines, Record, named
 
 
 class Audit:

@@ -27,3 +27,11 @@ def own_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
                 )
             group["lr"] = opts.lr * group.get("scale", 1.0)
     return optimizer
+
+
+def groups_without_decay(weights: list[nn.Parameter]) -> list[dict]:
+    """Return two groups: only weights of several dimensions decay (--no-decay-1d)."""
+    return [
+        {"params": [p for p in weights if p.dim() > 1]},
+        {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0},
+    ]

@@ -23,7 +23,8 @@ from common.checkpoint import checkpoints, read_facts
 from common.errors import UserError, say
 from common.extras.chosen import describe
 from common.extras.command import run_command
-from common.ledger import lives_of, named
+from common.extras.lives import lives_of
+from common.ledger import named
 from common.options import read_options
 
 HOUSE = Path(__file__).resolve().parents[2]

@@ -22,8 +22,8 @@ from statistics import median
 from common.errors import CONTROL, UserError
 from common.extras.audit import audit
 from common.extras.command import run_command
-from common.extras.deaths import deaths_of
-from common.ledger import Record, each_life, named, read
+from common.extras.lives import deaths_of, each_life, read
+from common.ledger import Record, named
 from common.options import read_options
 from common.place import start_of
 

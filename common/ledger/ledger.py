@@ -16,6 +16,7 @@ from common.place import began
 ENTRY_SECONDS = 60.0  # at most between two entries of a clock, or
 ENTRY_SHARE = 0.01  # of the age of the life: a kill loses no more
 BLOCK_BYTES = 1 << 16  # read at once
+SHUT = -1  # in place of a file's descriptor
 
 
 Record = dict[str, Any]  # a line of JSON
@@ -27,15 +28,15 @@ class Lines:
     It warns of the first failure. Later lines are tried all the same, as a disk may be emptied.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.warned = False
-        self.fd = None
+        self.fd = SHUT
 
-    def append(self, record):
+    def append(self, record: Record) -> None:
         line = f"{json.dumps(record, default=str)}\n"
         try:
-            if self.fd is None:
+            if self.fd == SHUT:
                 self.open()
             # One write with O_APPEND: the lines of this machine's processes stay whole, also of a killed one.
             # Two NFS clients may overwrite each other.
@@ -44,7 +45,7 @@ class Lines:
         except OSError as error:
             self.give_up(error)
 
-    def open(self):
+    def open(self) -> None:
         """Follow no planted link; end a last line that a full disk or a power cut has torn."""
         for folder in (self.path.parent.parent, self.path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ class Lines:
         if size and os.pread(self.fd, 1, size - 1) != b"\n":
             os.write(self.fd, b"\n")
 
-    def give_up(self, error):
+    def give_up(self, error: OSError) -> None:
         self.close()
         if not self.warned:
             warn(
@@ -64,25 +65,19 @@ class Lines:
             )
         self.warned = True
 
-    def close(self):
-        if self.fd is not None:
+    def close(self) -> None:
+        if self.fd != SHUT:
             with suppress(OSError):  # a network disk may report only now that it is full
                 os.close(self.fd)
-        self.fd = None
+        self.fd = SHUT
 
 
-def at_once(path, flags):
+def at_once(path: str, flags: int) -> int:
     """Open a file for `open`; a pipe that has its name keeps no reader waiting."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def read(path: Path, name: str = "event") -> Iterator[Record]:
-    """Yield the objects of a file of JSON lines, if it is there, that have this name; no torn lines."""
-    with suppress(FileNotFoundError), open(path, "rb", opener=at_once) as file:
-        yield from filter(None, (parse(line, name) for line in file))
-
-
-def parse(line, name="event"):
+def parse(line: bytes, name: str = "event") -> Record | None:
     """Return the object in a line; None if the line is torn or odd, or the object lacks this name."""
     record = None
     with suppress(ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The lives of a run, as events of its ledger: which there were, and who died of what. No torch here."""
+"""The lives of a run, as events of its ledger, the newest one first. No torch here."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -6,8 +6,7 @@ from heapq import merge
 from operator import itemgetter
 from pathlib import Path
 
-from common.errors import UserError
-from common.ledger.ledger import Record, lines_back, parse, read
+from common.ledger.ledger import Record, lines_back, parse
 
 FIELDS = {  # without which an event is damaged, and left out like a torn line: a log stops no start
     "life": ("life", "world", "step"),
@@ -25,35 +24,20 @@ CLOCK = b'"event": "steps"'  # in the line of an entry of the clock, and in no o
 Life = list[Record]  # its events in order; the first is named "life"
 
 
-def lives_of(*run_dirs: Path) -> list[Life]:
-    """Return the lives in order. Each machine holds a part, maybe in a folder of its own: merged by time."""
-    return [*each_life(*run_dirs)]
-
-
-def each_life(*run_dirs: Path) -> Iterator[Life]:
-    """Yield what `lives_of` returns, one life at a time."""
-    parts = [filter(_is_whole, read(path)) for path in _ledgers(*run_dirs)]
-    life = None
-    for life in _cut(merge(*parts, key=TIME)):
-        yield life
-    if not life:
-        raise UserError(f"{run_dirs[0]} holds no life\nname the folder of a run that has begun training")
-
-
 def newest_lives(run_dir: Path) -> Iterator[Life]:
     """Yield the lives, the newest one first; read the ledger from its end, as far as lives are asked for.
 
     Entries of the clock are left out, but for the last one of a file.
     """
     events = []
-    for event in merge(*map(_back, _ledgers(run_dir)), key=TIME, reverse=True):
+    for event in merge(*map(_back, ledgers(run_dir)), key=TIME, reverse=True):
         events.append(event)
         if event["event"] == "life":
-            yield from _cut(reversed(events))
+            yield from cut(reversed(events))
             events = []
 
 
-def _ledgers(*run_dirs):
+def ledgers(*run_dirs: Path) -> list[Path]:
     """Return the files of all machines that share these folders."""
     return [path for run_dir in run_dirs for path in sorted(run_dir.glob("ledger*.jsonl"))]
 
@@ -64,16 +48,17 @@ def _back(path):
     with suppress(OSError):  # what has its name is no file, or cannot be read: a log stops no start
         for _, line in lines_back(path):
             event = None if newest and CLOCK in line else parse(line)
-            if event and _is_whole(event):
+            if event and is_whole(event):
                 newest = newest or event
                 yield event
 
 
-def _is_whole(event):
+def is_whole(event: Record) -> bool:
+    """Return whether an event has what it needs."""
     return {"t", *FIELDS.get(event["event"], ())} <= event.keys()
 
 
-def _cut(events):
+def cut(events: Iterable[Record]) -> Iterator[Life]:
     """Yield the lives of events.
 
     What a process writes after the next life has begun is left out, but for the refusal of a start: that is

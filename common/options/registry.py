@@ -51,6 +51,7 @@ EXTRAS: dict[str, str] = {
     "judge": "common.extras.tasks:Judge",
     "schedule": "common.extras.schedules:learning_rate",  # other than constant
     "own_optimizer": "common.extras.own_optimizer:own_optimizer",
+    "no_decay_1d": "common.extras.own_optimizer:groups_without_decay",
     "init_from": "common.extras.weights:load_weights",
     "init_source": "common.extras.weights:source_of",  # with init_from
     "fork": "common.extras.fork:inherited",
@@ -64,7 +65,7 @@ EXTRAS: dict[str, str] = {
     "fp16": "common.extras.fp16:Scaler",
     "buffers": "common.extras.buffers:MeanOfBuffers",  # of a net that has some, over several ranks
     "audit": "common.extras.audit:Audit",
-    "deaths": "common.extras.deaths:deaths_of",  # of the life before
+    "deaths": "common.extras.lives:deaths_of",  # of the life before
     "pace": "common.extras.pace:Pace",  # of several ranks
     "virtual_ranks": "common.extras.bits:gradient_of_slices",
     "bit_facts": "common.extras.bits:facts",  # with virtual_ranks

@@ -17,12 +17,7 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     kind, arguments = opts.torch_optimizer
     if any(p.is_complex() for p in weights):
         arguments.pop("fused", None)  # torch has none for complex weights
-    groups: list[dict] = [{"params": weights}]
-    if opts.no_decay_1d:
-        groups = [
-            {"params": [p for p in weights if p.dim() > 1]},
-            {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0},
-        ]
+    groups = extra("no_decay_1d")(weights) if opts.no_decay_1d else [{"params": weights}]
     with blamed(
         f"--optimizer {opts.optimizer}",
         "change --optimizer-args, or write a function: path/to/file.py:function",

@@ -16,10 +16,10 @@ import pytest
 from jobs import PACED, free_port, ran
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.extras.deaths import deaths_of
+from common.extras.lives import deaths_of, lives_of, read
 from common.extras.report import BUCKETS, main, summarize
-from common.ledger import Clock, Ledger, lives_of, named, newest_lives
-from common.ledger.ledger import lines_back, read
+from common.ledger import Clock, Ledger, named, newest_lives
+from common.ledger.ledger import lines_back
 from common.options import Options
 from common.place import start_of
 from common.sealed import sealed

@@ -30,14 +30,14 @@ COLLECTIVE = {f"world/{name}" for name in ("world", "rendezvous")}
 COLLECTIVE |= {"training/replicas", "extras/bits"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
-    "training": 8690,
-    "checkpoint": 6990,
-    "options": 4200,
-    "store": 4140,
+    "training": 7940,
+    "checkpoint": 6950,
+    "options": 4220,
     "rescue": 4120,
-    "ledger": 3430,
+    "store": 4060,
+    "ledger": 3020,
     "world": 3010,
-    "elastic": 2960,
+    "elastic": 2930,
     "data": 2360,
     "errors": 1270,
     "place": 1230,
