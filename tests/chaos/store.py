@@ -7,29 +7,19 @@ is struck or finds damage ends with a code of the project's, and in words. A fai
 a warning.
 """
 
-import json
 import random
 import shutil
 import time
 from collections import Counter
 
 from jobs import audit, events
+from jobs import rows as logged
 
-from common.checkpoint import checkpoints
-from common.extras.chosen import describe
+from tests.chaos.checks import digest
 
 FLAGS = (
-    *("--model=mlp", "--dataset=random:60x5", "--global-batch-size=8", "--epochs=2", "--seed=1"),
-    *(
-        "--freeze=fc1",
-        "--save-every=3",
-        "--save-seconds=0",
-        "--keep=2",
-        "--log-every=1",
-        "--audit",
-        "--no-tensorboard",
-    ),
-    *("--device=cpu", "--progress=off"),
+    *"--model=mlp --dataset=random:60x5 --global-batch-size=8 --epochs=2 --seed=1 --freeze=fc1".split(),
+    *"--save-every=3 --save-seconds=0 --keep=2 --log-every=1 --audit --no-tensorboard --device=cpu".split(),
 )
 KILLS = ("before", "after", "half")
 ERRNOS = "ENOSPC EDQUOT EIO EROFS ESTALE EACCES ENOMEM EMFILE".split()
@@ -53,7 +43,7 @@ class Bench:
         self.count = folder / "calls"
         golden, _ = self.train("golden", CALLS_COUNT=str(self.count))
         self.calls = int(self.count.read_text())
-        self.digest = self.digest_of(golden)
+        self.digest = digest(golden)
         self.rows = self.rows_of(golden)
 
     def train(self, name, strike="none 0", **env):
@@ -64,15 +54,9 @@ class Bench:
         job.wait()
         return run, job
 
-    def digest_of(self, run):
-        whole, line = describe(*checkpoints(run)[0])
-        assert whole, line
-        return line.split()[-1]
-
     def rows_of(self, run):
         """Those of metrics.jsonl, without what a clock says."""
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return [{name: value for name, value in row.items() if name != "time"} for row in rows]
+        return [row | {"time": 0} for row in logged(run)]
 
     def strike(self, strike):
         """A training that is struck, and the start after it; AssertionError with what is wrong."""
@@ -87,12 +71,13 @@ class Bench:
         assert again.poll() == 0, again.output
         began = [event["step"] for event in events(run, "life")[lives:]]
         assert not began or began[0] >= max(saved, default=0), f"{saved} saved, resumed at {began}"
-        assert self.digest_of(run) == self.digest, "other weights"
+        assert digest(run) == self.digest, "other weights"
         counts = audit(run)
         assert not counts["missed"] + counts["repeated"], counts
-        lacks = [row for row in self.rows if row not in self.rows_of(run)]
+        rows = self.rows_of(run)
+        lacks = [row for row in self.rows if row not in rows]
         assert not lacks or "continues without these lines" in job.output, f"rows are lost: {lacks}"
-        assert len(self.rows_of(run)) + len(lacks) == len(self.rows), "rows are there twice, or others"
+        assert len(rows) + len(lacks) == len(self.rows), "rows are there twice, or others"
         return code
 
     def half_way(self):
@@ -110,7 +95,7 @@ class Bench:
         _, job = self.train("run")
         assert job.poll() in (0, 2, 3) and "Traceback" not in job.output, job.output
         if job.poll() == 0:
-            assert self.digest_of(run) == self.digest, "other weights"
+            assert digest(run) == self.digest, "other weights"
         return job.poll()
 
 

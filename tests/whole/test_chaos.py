@@ -54,11 +54,8 @@ def test_the_table_of_a_campaign_says_which_one_it_was_what_struck_and_what_was_
             {"lives": 3, "difference": 2e-12, **CLEAN},
             {"lives": 2, "difference": 0.0, **CLEAN, "digest": "5fe1"},
         ],
-        changes=[Change(1, 0, True, ""), Change(9, 0, False, "")],
-        recovered=[("worker", 1.0), ("worker", 3.0), ("job", 2.0)],
-        missed=[],
-        orphaned=[],
-        tally={},
+        changes=[Change(1, 0, True), Change(9, 0, False)],
+        recovered=[1.0, 3.0, 2.0],
     )
     line, _, _, _, date, *rows = table(campaign, "c1deb99", "python -m tests.chaos --seed 1").splitlines()
     shown = re.fullmatch(r"Campaign of 20\d\d-\d\d-\d\d at (.*)", line)[1]
@@ -67,7 +64,7 @@ def test_the_table_of_a_campaign_says_which_one_it_was_what_struck_and_what_was_
     assert rows == [
         "| commit | c1deb99 |",
         "| command | `python -m tests.chaos --seed 1` |",
-        "| faults that struck | 3 of 2 kinds |",
+        "| struck | 3 faults of 2 kinds |",
         "| trainings | 3, in 9 lives |",
         "| samples missed | 0 |",
         "| samples repeated | 0 |",
