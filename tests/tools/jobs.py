@@ -18,7 +18,7 @@ import uuid
 from importlib.metadata import version
 from pathlib import Path
 
-from police import end_with, listeners
+from police import alive, carries, command, end_with, listeners  # noqa: F401  (command: for tests)
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests/tools"
@@ -60,20 +60,6 @@ def free_port():
         port = 10_000 + secrets.randbelow(20_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-
-
-def carries(pid, token):
-    """Whether this process has it in its environment."""
-    try:
-        return token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-
-
-def alive(token):
-    """Every living process that carries it; zombies do not live."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return [pid for pid in pids if carries(pid, token) and state(pid) not in "ZX"]
 
 
 class Jobs:
@@ -173,7 +159,7 @@ class Jobs:
 
     def kill(self, pid, number=signal.SIGKILL):
         """Whether the signal was sent to a living process of ours."""
-        if not self.owns(pid) or state(pid) in "ZX":
+        if not self.owns(pid):
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -246,13 +232,6 @@ class Job:
 def state(pid):
     """One letter, as in ps; X if there is no such process."""
     return _stat(pid)[0]
-
-
-def command(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
 
 
 def listening(pid):

@@ -12,7 +12,7 @@ CHILD = '__import__("subprocess").Popen(["sleep","98"],start_new_session=True)'
 
 
 SIZE = r"size:(?P<size>\d)"
-ALL = "locks tests bench pictures saves compile loops".split()
+ALL = "tests bench pictures saves compile".split()
 
 
 def test_a_part_that_fails_is_late_or_shows_no_figure_stops_no_other(tmp_path):
@@ -30,8 +30,8 @@ def test_a_part_that_fails_is_late_or_shows_no_figure_stops_no_other(tmp_path):
         lease.run(Part(name, seconds, figure, f"-c {code}", f"-c {code}", needs))
     found = json.loads((tmp_path / "figures.json").read_text())
     assert [part["outcome"] for part in found["parts"]] == [row[-1] for row in rows]
-    assert found["card"] == "X" and found["parts"][-1]["figures"] == [{"size": 4}]
-    assert found["parts"][3]["figures"] == [{"passed": 5, "skipped": 7}]
+    assert found["card"] == "X" and found["parts"][-1]["figures"] == [{"size": "4"}]
+    assert found["parts"][3]["figures"] == [{"failed": "", "passed": "5", "skipped": "7"}]
     summary = (tmp_path / "summary.txt").read_text()
     assert "card X" in summary and "  > KeyError: 'why'" in summary and "    size:4" in summary
     assert "Traceback" in (tmp_path / "figures.txt").read_text()
@@ -43,7 +43,7 @@ def test_after_the_last_second_no_part_begins(tmp_path):
     assert lease.done[0]["outcome"] == "skipped: no time left"
 
 
-@pytest.mark.parametrize("parts", [["locks"], pytest.param([], marks=pytest.mark.long)])
+@pytest.mark.parametrize("parts", [["saves"], pytest.param([], marks=pytest.mark.long)])
 def test_without_a_gpu_the_command_runs_dry(tmp_path, parts):
     words = (ROOT / "tests/gpu/lease.sh", tmp_path / "out", *parts)
     done = ran("bash", *words, timeout=570, PYTHON=sys.executable)
@@ -52,6 +52,4 @@ def test_without_a_gpu_the_command_runs_dry(tmp_path, parts):
     assert {part["part"]: part["outcome"] for part in found["parts"]} == dict.fromkeys(
         ["facts", *(parts or ALL)], "passed"
     ), done.stdout
-    assert [row["outcome"] for row in found["parts"][1]["figures"]] == ["rescued", "HANGS"], (
-        "an instrument that cannot hang is none"
-    )
+    assert [row["way"] for row in found["parts"][-1]["figures"]][-1:] == ["torch.save" if parts else "bare"]
