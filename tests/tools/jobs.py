@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from importlib.metadata import version
@@ -71,9 +70,6 @@ class Jobs:
         self.count = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         self.warm = None
-        self.codes = {}
-        self.pids = {}
-        self.news = threading.Condition()
 
     def __enter__(self):
         return self
@@ -86,7 +82,6 @@ class Jobs:
             self.warm.stdin.close()
             self.warm.kill()  # some process of the test's may hold its stdin open
             self.warm.wait()
-            self.reader.join()
 
     def environment(self, **extra):
         from common.place import MEETING
@@ -117,11 +112,9 @@ class Jobs:
                 )
             return Job(self, child.pid, out, child)
         self._warm_up()
-        asked = {"id": self.count, "argv": argv, "env": self.environment(**env), "cwd": cwd, "out": str(out)}
-        with self.news:
-            print(json.dumps(asked), file=self.warm.stdin, flush=True)
-            self.news.wait_for(lambda: self.count in self.pids, 300)
-            return Job(self, self.pids[self.count], out, number=self.count)
+        asked = {"argv": argv, "env": self.environment(**env), "cwd": cwd, "out": str(out)}
+        print(json.dumps(asked), file=self.warm.stdin, flush=True)
+        return Job(self, int(self.warm.stdout.readline()), out)
 
     def torchrun(self, nproc, script, *flags, restarts=10, **env):
         if SHARED_PORT:
@@ -178,30 +171,21 @@ class Jobs:
             start_new_session=True,
         )
         self.warm.stdout.readline()
-        self.reader = threading.Thread(target=self._listen, daemon=True)
-        self.reader.start()
-
-    def _listen(self):
-        for line in self.warm.stdout:
-            news = json.loads(line)
-            with self.news:
-                if "code" in news:
-                    self.codes[news["id"]] = news["code"]  # not by pid: soon another process has it
-                else:
-                    self.pids[news["id"]] = news["pid"]
-                self.news.notify_all()
 
 
 class Job:
-    def __init__(self, jobs, pid, out, child=None, number=None):
+    def __init__(self, jobs, pid, out, child=None):
         self.jobs = jobs
         self.pid = pid
         self.out = out
         self.child = child
-        self.number = number
+        self.code = Path(f"{out}.code")
 
     def poll(self):
-        return self.child.poll() if self.child else self.jobs.codes.get(self.number)
+        if self.child:
+            return self.child.poll()
+        text = self.code.read_text() if self.code.exists() else ""
+        return int(text) if text else None
 
     def wait(self, deadline=300):  # longer than ranks wait for one that does not come
         """The exit code; the whole output is in the error if it does not come."""
