@@ -11,7 +11,7 @@ from gpus import SMALL, TEXT, begin, devices, digest, fake, needs, pids, seen, t
 from jobs import ROOT, audit, losses
 
 NETS = ROOT / "tests/tools/nets.py"
-DROPOUT = (f"--model={NETS}:tied", f"--dataset={NETS}:words", "--task=classify")
+DROPOUT = (f"--model={NETS}:cnn", f"--dataset={NETS}:pictures")
 LONG = ("--epochs=1000", "--no-tensorboard", "--audit", "--save-every=0", "--save-seconds=0", "--log-every=1")
 
 
