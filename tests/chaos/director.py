@@ -26,7 +26,7 @@ COMMON = (
 BITWISE = "--virtual-ranks=8"  # any world gives the same bits; without it, and without dropout, 1e-9
 MODEL, DATA = PACED[:2]
 FILES = (MODEL, f"--dataset={TESTS}/paced.py:files", "--lr=0.01")
-DEEP = (f"--model={TESTS}/paced.py:deep", DATA, "--devices=cpu,cpu", "--lr=0.01")
+DEVICES = (MODEL, DATA, "--devices=cpu,cpu", "--lr=0.01")
 DROPPING = f"--model={TESTS}/paced.py:dropping"
 FLAVOURS = {
     "plain": (*FILES, "--workers=2"),
@@ -34,8 +34,8 @@ FLAVOURS = {
 }
 UNLOADED = {"plain": (*FILES, "--workers=0")}  # fewer processes, where none that loads is struck
 STAGES = {  # the same of train_mp.py
-    "stages": (*DEEP, "--micro-batch-size=8", "--check-every=7"),
-    "stages, bitwise": (*DEEP, BITWISE),
+    "stages": (*DEVICES, "--micro-batch-size=8", "--check-every=7"),
+    "stages, bitwise": (*DEVICES, BITWISE),
 }
 LOADING = {"loader", "stall"}
 

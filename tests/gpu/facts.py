@@ -1,21 +1,10 @@
 """What this machine has, for lease.py: `name: value`, a line each."""
 
-import importlib
 import os
 import platform
 import subprocess
 
 import torch
-
-MODULES = ("torchvision", "numpy", "safetensors", "pytest", "xdist")
-
-
-def is_missing(name):
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        print(f"import {name}: {type(error).__name__}: {error}")
-        return True
 
 
 def main():
@@ -29,7 +18,6 @@ def main():
         print("nccl:", ".".join(map(str, torch.cuda.nccl.version())))
         print("cuda:", torch.version.cuda, "cudnn", torch.backends.cudnn.version(), flush=True)
         subprocess.run(["nvidia-smi"])
-    print("missing:", *filter(is_missing, MODULES))
 
 
 if __name__ == "__main__":
