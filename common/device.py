@@ -2,7 +2,7 @@
 
 A collective whose peer is dead holds up its GPU for ever. Behind it many launches, a copy to memory that is
 not pinned, or a kernel's first launch wait in the driver, and with them each call of another thread: nobody
-could save what there is (tests/gpu/locks.py). So whoever may wait for a dead peer asks an event.
+could save what there is (tests/gpu/test_one_gpu.py). So whoever may wait for a dead peer asks an event.
 """
 
 import time

@@ -4,10 +4,11 @@ python tests/bench/bitwise.py                 # W = 2; V = 2, 4, 8; an MLP, a Re
 python tests/bench/bitwise.py --nets mlp --slices 2,8 --rounds 40
 """
 
-import statistics
+import os
+import sys
 import time
 
-from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
+from turns import arguments, compare  # isort: skip  (first: it finds the others)
 
 import torch
 from ranks import fork_ranks
@@ -20,16 +21,11 @@ from common.world.world import keep_memory, pin
 
 def mlp():
     """16.8 million parameters: little arithmetic for each byte exchanged."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(784, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 5888),
-        nn.ReLU(),
-        nn.Linear(5888, 512),
-        nn.ReLU(),
-        nn.Linear(512, 10),
-    )
+    widths = (784, 2048, 5888, 512, 10)
+    layers = [
+        part for pair in zip(widths, widths[1:], strict=False) for part in (nn.Linear(*pair), nn.ReLU())
+    ]
+    return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
 def resnet():
@@ -69,20 +65,16 @@ def measure(world, name, slices, rounds):
     ways = {"plain": way(micro_batch_size=samples), "bitwise": way(virtual_ranks=slices)}
     pin(Options(virtual_ranks=slices))  # for both: it costs both the same
     keep_memory()
-    return take_turns(ways, rounds)
+    if world.rank:
+        sys.stdout = open(os.devnull, "w")
+    compare(f"{name}, V = {slices}", ways, rounds, "plain")
 
 
 def main():
     args = arguments(__doc__, nets=",".join(NETS), slices="2,4,8", world=2, rounds=30)
     for name in args.nets.split(","):
         for slices in map(int, args.slices.split(",")):
-            costs, *_ = fork_ranks(args.world, measure, name, slices, args.rounds, deadline=1800)
-            plain, bitwise = (1e3 * statistics.median(costs[way]) for way in ("plain", "bitwise"))
-            print(
-                f"{name:7} V = {slices}: plain {plain:.2f} ms, bitwise {bitwise:.2f} ms, "
-                f"{ratio(costs['bitwise'], costs['plain'])}",
-                flush=True,
-            )
+            fork_ranks(args.world, measure, name, slices, args.rounds, deadline=1800)
 
 
 if __name__ == "__main__":

@@ -8,33 +8,34 @@ The bucket is a server on this machine (moto), which takes its share of the same
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
+from turns import arguments, compare  # isort: skip  (first: it finds the others)
 
 import torch
-from checkpoint import store_of
+from checkpoint import net_of, store_of
 from s3 import server
-from samples import CPU
 
 
 def main():
     args = arguments(__doc__, mb=100, rounds=7)
     torch.set_num_threads(1)
-    whole = {"": [], "s3": []}
+    whole = {"disk": [], "bucket": []}
     x = torch.rand(64, 1024)
     with tempfile.TemporaryDirectory(prefix="bucket-bench-") as name, server(Path(name, "server")) as s3:
         os.environ.update(s3.env)
-        stores = {url: store_of(Path(name, "run" + url), args.mb, CPU, url and s3.url(url)) for url in whole}
+        urls = {"disk": "", "bucket": s3.url("s3")}
+        stores = {way: store_of(Path(name, way), net_of(args.mb), copy_to=urls[way]) for way in urls}
 
         def copied(saver):
             if saver.bucket:
                 saver.bucket.jobs.join()
             return time.monotonic() - saver.saved_at
 
-        def turn(url):
-            saver = stores[url].saver
+        def turn(way):
+            saver = stores[way].saver
             began = time.perf_counter()
             saver.save()
             job = saver.pool.submit(copied, saver)  # it comes after the save
@@ -43,14 +44,13 @@ def main():
                 saver.state.optimizer.step()
                 saver.state.progress.step += 1
             cost = time.perf_counter() - began
-            whole[url].append(job.result())
+            whole[way].append(job.result())
             return cost
 
-        costs = take_turns({url: lambda url=url: turn(url) for url in whole}, args.rounds)
+        compare("a save and 20 steps", {way: partial(turn, way) for way in urls}, args.rounds, "disk")
         print(len(s3.names("s3")), "checkpoints in the bucket")
-    for url, seconds in costs.items():
-        times = ratio(seconds, costs[""])
-        print(f"{url or 'disk'}: {median(seconds):.2f} s, {times}, whole after {median(whole[url]):.2f} s")
+    for way, seconds in whole.items():
+        print(f"{way}: whole after {median(seconds):.2f} s")
 
 
 if __name__ == "__main__":

@@ -6,42 +6,25 @@
 """
 
 import os
-import statistics
 import tempfile
 import time
-import uuid
+from functools import partial
 from pathlib import Path
 
-from turns import arguments, take_turns  # isort: skip  (first: it finds the others)
+from turns import arguments, compare  # isort: skip  (first: it finds the others)
 
 import torch
-from samples import state_of
+from checkpoint import store_of
 from torch import nn
 
-from common.options import Options
-from common.store import CheckpointStore
-from common.world import World
 
-
-def trained_once(folder, mb, trained, layout):
-    """A store over a net with `mb` of frozen and `trained` MB of other weights, with one checkpoint."""
+def trained_once(folder, mb, trained):
+    """A store over a net with `mb` of frozen and `trained` MB of other weights."""
     blocks = [nn.Linear(1024, 1024, bias=False) for _ in range(round(mb / 4.2))]
     net = nn.Sequential(*blocks, nn.Linear(1024, round(trained * 244), bias=False))
     for block in blocks:
         block.requires_grad_(False)
-    opts = Options(run_dir=folder / layout, optimizer="adamw", save_seconds=0)
-    state = state_of(net, opts, 10**6)
-    for p in state.weights:
-        p.grad = torch.ones_like(p)
-    state.optimizer.step()
-    store = CheckpointStore(opts, World(0, 1, 0, 1, (torch.device("cpu"),), uuid.uuid4().hex[:12]), "f" * 64)
-    store.restore(state)
-    if layout == "all in one file":
-        store.writer.layout.frozen = set()
-    state.progress.step = 1
-    store.save()
-    store.saver.wait()
-    return store, state
+    return store_of(folder, net)
 
 
 def main():
@@ -50,42 +33,41 @@ def main():
     with tempfile.TemporaryDirectory(prefix="frozen-bench-", dir=".") as name:
         folder = Path(name)
         stores = {
-            layout: trained_once(folder, args.mb, args.trained, layout)
-            for layout in ("all in one file", "frozen once")
+            way: trained_once(folder / way, args.mb, args.trained) for way in ("in one file", "frozen once")
         }
+        stores["in one file"].writer.layout.frozen = set()
+        for store in stores.values():
+            store.saver.state.progress.step = 1
+            store.save()
+            store.saver.wait()
 
-        def rescue(layout):
-            store, state = stores[layout]
-            state.progress.step += 1
+        def rescue(way):
+            saver = stores[way].saver
+            step = saver.state.progress.step = saver.state.progress.step + 1
             os.sync()
             began = time.perf_counter()
-            store.saver.rescue("the bench")
-            cost = time.perf_counter() - began
-            folder = store.writer.root / f"step-{state.progress.step:08}"
-            files = [path.stat() for path in folder.iterdir()]
-            written[layout] = sum(file.st_size for file in files if file.st_nlink == 1)
-            store.saver.prune(state.progress.step)
-            return cost
+            saver.rescue("the bench")
+            seconds = time.perf_counter() - began
+            files = [path.stat() for path in (stores[way].writer.root / f"step-{step:08}").iterdir()]
+            written[way] = sum(file.st_size for file in files if file.st_nlink == 1)
+            saver.prune(step)
+            return seconds
 
         def adapter():
-            _, state = stores["frozen once"]
+            state = stores["frozen once"].saver.state
             os.sync()
             began = time.perf_counter()
             with open(folder / "adapter.pt", "wb") as file:
-                moments = [state.optimizer.state[p] for p in state.weights]
-                torch.save([state.weights, moments], file)
+                torch.save([state.weights, [state.optimizer.state[p] for p in state.weights]], file)
                 os.fsync(file.fileno())
-            cost = time.perf_counter() - began
+            seconds = time.perf_counter() - began
             written["adapter"] = (folder / "adapter.pt").stat().st_size
-            return cost
+            return seconds
 
-        ways = {layout: lambda layout=layout: rescue(layout) for layout in stores} | {"adapter": adapter}
-        for way, costs in take_turns(ways, args.rounds).items():
-            middle = statistics.median(costs)
-            print(
-                f"{way:16} {middle:7.3f} s ({min(costs):.3f} to {max(costs):.3f}) {written[way]:>14,} bytes"
-            )
-        for store, _ in stores.values():
+        ways = {way: partial(rescue, way) for way in stores} | {"adapter": adapter}
+        compare("rescue", ways, args.rounds, "adapter")
+        print("bytes:", written)
+        for store in stores.values():
             store.saver.pool.shutdown()
             store.fence.release()
 

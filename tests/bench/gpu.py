@@ -3,7 +3,6 @@
     python tests/bench/gpu.py                             # one GPU, about ten minutes
     python tests/bench/gpu.py --nets resnet50 --steps 50
     python tests/bench/gpu.py --compile 1                 # both ways with torch.compile
-    python tests/bench/gpu.py --ways asked,bare           # the price of waiting; each way by the last one
     python tests/bench/gpu.py --device cpu --nets net,resnet18,gpt:tiny
 
 The bare loop has the same net, batch, precision and optimizer. All take turns; figures are medians.
@@ -11,15 +10,13 @@ The bare loop has the same net, batch, precision and optimizer. All take turns; 
 behind a collective that may hang.
 """
 
-import statistics
 import time
 from functools import partial
-from types import SimpleNamespace
 
-from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
+from turns import arguments, compare  # isort: skip  (first: it finds the others)
 
 import torch
-from samples import Samples, Steps, share_of
+from samples import Facts, Samples, Steps, share_of
 from torch import nn
 
 from common.models import build_model
@@ -41,30 +38,22 @@ def data_of(batch, shape):
     """A batch, and what a net is built for."""
     if isinstance(shape, int):
         tokens = torch.randint(0, 256, (batch, shape + 1))
-        samples = Samples(tokens[:, :-1], tokens[:, 1:])
-        classes = 256
-    else:
-        samples = Samples(torch.randn(batch, *shape), torch.arange(batch) % 10)
-        classes = 10
-    vocab = 256 if isinstance(shape, int) else None
-    return SimpleNamespace(
-        name="drawn", train=samples, classes=classes, vocab=vocab, sample_shape=samples.shape
-    )
+        return Samples(tokens[:, :-1], tokens[:, 1:]), Facts("drawn", 256, (shape,), 256)
+    return Samples(torch.randn(batch, *shape), torch.arange(batch) % 10), Facts("drawn", 10, shape)
 
 
-def ours(world, data, opts):
+def ours(net, world, samples, opts):
     """A step of this project."""
-    net = build_model(opts, data)
     prepare(net, opts, world)
-    steps = Steps(net, opts, world, split=data.train, samples=1 << 20)
+    steps = Steps(net, opts, world, split=samples, samples=1 << 20)
     return lambda x, y: steps.step(share_of(x, y, opts))
 
 
-def bare(world, data, opts, before_update=lambda: None):
+def bare(net, world, samples, opts, before_update=lambda: None):
     """The same step as a tutorial writes it."""
     device = world.device
     layout = torch.channels_last if opts.channels_last else torch.contiguous_format
-    net = build_model(opts, data).to(device, memory_format=layout)
+    net = net.to(device, memory_format=layout)
     model = torch.compile(net) if opts.compile else net
     optimizer = torch.optim.Adam(net.parameters(), opts.lr or 1e-3, fused=True)
 
@@ -82,7 +71,7 @@ def bare(world, data, opts, before_update=lambda: None):
     return step
 
 
-def asked(world, data, opts):
+def asked(net, world, samples, opts):
     """The bare loop, that asks until the gradient is there before it launches the update."""
 
     def ask():
@@ -91,7 +80,7 @@ def asked(world, data, opts):
             while not event.query():
                 time.sleep(2e-5)
 
-    return bare(world, data, opts, ask)
+    return bare(net, world, samples, opts, ask)
 
 
 def seconds(step, batch, count, device):
@@ -104,15 +93,11 @@ def seconds(step, batch, count, device):
     return (time.perf_counter() - began) / count
 
 
-WAYS = {way.__name__: way for way in (ours, asked, bare)}
-
-
 def main():
     args = arguments(
         __doc__,
         device="cuda:0",
         nets="resnet50,gpt:medium,net",
-        ways="ours,asked,bare",
         rounds=5,
         steps=20,
         compile=0,
@@ -130,20 +115,13 @@ def main():
             device=device.type,
             **more,
         )
-        data = data_of(size, shape)
-        batch = [t.pin_memory() if device.type == "cuda" else t for t in (data.train.x, data.train.y)]
-        steps = {way: WAYS[way](world, data, opts) for way in args.ways.split(",")}
-        costs = take_turns(
-            {way: partial(seconds, step, batch, args.steps, device) for way, step in steps.items()},
-            args.rounds,
-        )
-        ms = {way: 1e3 * statistics.median(found) for way, found in costs.items()}
-        *ways, last = steps
-        for way in ways:
-            print(
-                f"{name}: {way} {ms[way]:.2f} ms, {last} {ms[last]:.2f} ms, {ratio(costs[way], costs[last])}",
-                flush=True,
-            )
+        samples, facts = data_of(size, shape)
+        batch = [t.pin_memory() if device.type == "cuda" else t for t in (samples.x, samples.y)]
+        ways = {}
+        for way in (ours, asked, bare):
+            step = way(build_model(opts, facts), world, samples, opts)
+            ways[way.__name__] = partial(seconds, step, batch, args.steps, device)
+        compare(name, ways, args.rounds, "bare")
 
 
 if __name__ == "__main__":

@@ -8,27 +8,22 @@ this project under plain torchrun and under launch/torchrun.py.
 """
 
 import json
-import os
 import random
 import signal
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from turns import ROOT, arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
+from turns import ROOT, arguments, compare  # isort: skip  (first: it finds the others)
 
-from jobs import events, until
+from jobs import Jobs, events, until
 
-RESTARTS = ["--nproc_per_node=2", "--max_restarts=1000"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *RESTARTS]
-LAUNCHERS = {
-    "bare": TORCHRUN,
-    "torchrun": TORCHRUN,
-    "ours": [sys.executable, ROOT / "launch/torchrun.py", *RESTARTS],
-}
+LAUNCHERS = {"bare": "torchrun", "torchrun": "torchrun", "ours": ROOT / "launch/torchrun.py"}
+FLAGS = (
+    *"--epochs=1000000 --eval-every=0 --global-batch-size=8 --lr=1e-6".split(),
+    *"--save-every=0 --save-seconds=0 --no-tensorboard --log-every=5".split(),
+)
 OWN = """
 import json, os, sys, time
 import torch
@@ -60,79 +55,46 @@ if __name__ == "__main__":
 """
 
 
-class Bench:
-    """Each turn is a training of its own, that is killed once."""
+def turn(jobs, draw, own, name):
+    """Seconds from a kill to the next life's first step, in a training of its own."""
+    run = Path(tempfile.mkdtemp(dir=jobs.folder))
+    script = [own, run]
+    if name != "bare":
+        script = [
+            ROOT / "train_ddp.py",
+            f"--model={own}:net",
+            f"--dataset={own}:data",
+            f"--run-dir={run}",
+            *FLAGS,
+        ]
+    words = (LAUNCHERS[name], "--nproc_per_node=2", "--max_restarts=1000", *script)
+    # without the variable the bare script hangs
+    job = jobs.start(*words, cold=True, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
-    def __init__(self, folder, mb):
-        self.folder = folder
-        self.number = 0
-        self.draw = random.Random(0)
-        (folder / "own.py").write_text(OWN.format(layers=max(1, round(mb / 12.6))))  # Adam: 12 bytes a weight
+    def first_steps(count):
+        until(lambda: job.poll() is not None or len(events(run, "first_step")) >= count, "a first step")
+        return events(run, "first_step")[count - 1]["t"]
 
-    def turn(self, name):
-        """Seconds from a kill to the next life's first step."""
-        self.number += 1
-        run = self.folder / f"run-{self.number}"
-        run.mkdir(mode=0o700)
-        own = self.folder / "own.py"
-        script = [own, run]
-        if name != "bare":
-            script = [
-                ROOT / "train_ddp.py",
-                f"--model={own}:net",
-                f"--dataset={own}:data",
-                f"--run-dir={run}",
-                "--epochs=1000000",
-                "--eval-every=0",
-                "--global-batch-size=8",
-                "--lr=1e-6",
-                "--save-every=0",
-                "--save-seconds=0",
-                "--no-tensorboard",
-                "--log-every=5",
-            ]
-        # without the variable the bare script hangs
-        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        job = subprocess.Popen(
-            [*map(str, LAUNCHERS[name]), *map(str, script)],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-        def first_steps(count):
-            def there():
-                assert job.poll() is None, f"{name} has ended"
-                return len(events(run, "first_step")) >= count
-
-            until(there, "a first step")
-            return events(run, "first_step")[-1]["t"]
-
-        try:
-            first_steps(1)
-            if name != "bare":
-                (run / "control/save").touch()
-                until(lambda: events(run, "save"), "a save")
-            time.sleep(0.3)
-            os.kill(self.draw.choice(events(run, "life")[-1]["pids"]), signal.SIGKILL)
-            killed = time.time()
-            return first_steps(2) - killed
-        finally:
-            job.send_signal(signal.SIGTERM)
-            job.wait(300)
+    first_steps(1)
+    if name != "bare":
+        (run / "control/save").touch()
+        until(lambda: events(run, "save"), "a save")
+    time.sleep(0.3)
+    jobs.kill(draw.choice(events(run, "life")[-1]["pids"]))
+    killed = time.time()
+    seconds = first_steps(2) - killed
+    job.kill(signal.SIGTERM)
+    job.wait()
+    return seconds
 
 
 def main():
     args = arguments(__doc__, mb=1.0, rounds=4)
-    with tempfile.TemporaryDirectory(prefix="recovery-bench-") as folder:
-        bench = Bench(Path(folder), args.mb)
-        ways = {name: lambda name=name: bench.turn(name) for name in LAUNCHERS}
-        costs = take_turns(ways, args.rounds)
-    for name, seconds in costs.items():
-        times = ratio(seconds, costs["bare"])
-        print(f"{name:9} kill to next step {statistics.median(seconds):.2f} s, {times} bare")
-    print(json.dumps(costs))
+    with tempfile.TemporaryDirectory(prefix="recovery-bench-") as folder, Jobs(folder) as jobs:
+        own = Path(folder, "own.py")
+        own.write_text(OWN.format(layers=max(1, round(args.mb / 12.6))))  # Adam: 12 bytes a weight
+        ways = {name: partial(turn, jobs, random.Random(0), own, name) for name in LAUNCHERS}
+        print(json.dumps(compare("kill to next step", ways, args.rounds, "bare")))
 
 
 if __name__ == "__main__":

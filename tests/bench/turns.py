@@ -20,14 +20,20 @@ def arguments(text, **defaults):
     return parser.parse_args()
 
 
-def take_turns(ways, rounds):
-    """{name: the costs of each round} of {name: a function that returns its cost}; a first round warms up."""
+def compare(title, ways, rounds, base):
+    """Prints what each way costs, by what `base` costs; {name: the seconds of each round}.
+
+    A way is a function that returns its seconds. A first round warms up.
+    """
     costs = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name in list(ways)[:: 1 - 2 * (number % 2)]:  # none is always the first
             cost = ways[name]()
             if number:
                 costs[name].append(cost)
+    for name, seconds in costs.items():
+        ms = 1e3 * statistics.median(seconds)
+        print(f"{title}: {name} {ms:.2f} ms, {ratio(seconds, costs[base])} {base}", flush=True)
     return costs
 
 

@@ -15,7 +15,7 @@ def points_names():
     return {
         "life": "import join joined restore restored".split(),
         "step": "begin forward backward allreduce step-before step-inside step-torn step-after".split(),
-        "save": ["mkdir", *written, *"folder-synced rename renamed root-synced letgo gone".split()],
+        "save": ["mkdir", *written, *"synced:folder rename renamed synced:root letgo gone".split()],
         "evaluation": "evaluate evaluating evaluated epoch-end epoch-ended".split(),
         "end": "close closed leave left exit".split(),
     }

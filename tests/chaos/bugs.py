@@ -88,17 +88,3 @@ def half_a_step():
             self.progress.position -= size
 
     TrainState.update = update
-
-
-BUGS = {
-    f.__name__: f
-    for f in (
-        no_rescue,
-        position_ahead,
-        optimizer_forgotten,
-        orphans,
-        loaders_hold_up_their_rank,
-        named_too_early,
-        half_a_step,
-    )
-}

@@ -5,7 +5,7 @@ import contextlib
 import io
 import re
 
-from jobs import audit, done_by_rank, events, lives, rows
+from jobs import audit, done_by_rank, lives, rows, weights
 
 HARD = ("KILL", "SEGV", "LOCK", "STOP")  # whoever gets these saves nothing any more
 
@@ -27,11 +27,10 @@ def checkpoints_are_whole(run, tries=1):
     raise AssertionError(f"{out.getvalue()}{aside}")
 
 
-# steps, of one change of life
-Change = collections.namedtuple("Change", "lost of_survivors survived facts")
+Change = collections.namedtuple("Change", "lost of_survivors survived")  # steps, of one change of life
 
 
-def changes(run, struck):
+def changes(run, struck, interval):
     """What each change of life has cost: the steps that are made again, and a survivor's among them."""
     found = []
     all_lives = lives(run)
@@ -40,23 +39,11 @@ def changes(run, struck):
         survivors = [rank for rank, pid in enumerate(life["pids"]) if pid not in struck]
         lost = max(0, max(done.values(), default=0) - following["step"])
         of_survivors = max(0, max((done.get(rank, 0) for rank in survivors), default=0) - following["step"])
-        found.append(
-            Change(
-                lost,
-                of_survivors,
-                bool(survivors),
-                f"{life} -> {following}: done {done}, survivors {survivors}",
-            )
-        )
+        facts = f"{life} -> {following}: done {done}, survivors {survivors}"
+        assert not of_survivors, f"a survivor's step is lost: {facts}"
+        assert lost <= (1 if survivors else 2 * interval), f"more is lost than may be: {facts}"
+        found.append(Change(lost, of_survivors, bool(survivors)))
     return found
-
-
-def little_is_lost(found, interval):
-    for change in found:
-        assert not change.of_survivors, f"a survivor's step is lost: {change.facts}"
-        assert change.lost <= (1 if change.survived else 2 * interval), (
-            f"more is lost than may be: {change.facts}"
-        )
 
 
 def samples_are_exact(run):
@@ -74,8 +61,6 @@ def every_step_is_logged_once(run, last):
 
 
 def weights_equal(run, reference, bitwise):
-    from jobs import weights
-
     ours = weights(run)
     theirs = weights(reference)
     assert ours.keys() == theirs.keys(), f"weights differ in their names: {ours.keys() ^ theirs.keys()}"
@@ -92,30 +77,6 @@ def digest(run):
 
 
 def nothing_is_left(folder):
-    left = [
-        path
-        for path in folder.rglob("*")
-        if re.search(r"\.life-|\.gone$|\.new$|lock\.\d+$|damaged", str(path.relative_to(folder)))
-    ]
+    pattern = re.compile(r"\.life-|\.gone$|\.new$|lock\.\d+$|damaged")
+    left = [path for path in folder.rglob("*") if pattern.search(str(path.relative_to(folder)))]
     assert not left, left
-
-
-def every_second_has_its_bucket(run, killed):
-    """The buckets add up, most seconds have one with a name, and every killed rank is among the dead.
-
-    Of a life that had ended well nobody misses a rank that is killed while it leaves.
-    """
-    from common.extras.report import summarize
-
-    facts = summarize(run)
-    buckets = facts["buckets"]
-    wall = facts["wall_s"]
-    assert wall == sum(buckets.values())
-    # Each kill costs its life the seconds since its last entry: on a busy machine they are many.
-    assert min(buckets.values()) >= 0 and buckets["other"] <= wall / 2, (buckets, wall)
-    dead = {death["pid"] for death in facts["deaths"]}
-    done = {event["life"] for event in events(run, "done")}
-    for life in (life for life in facts["lives"][:-1] if life["life"] not in done):
-        left = {life["pids"][event["rank"]] for event in events(run, "left") if event["life"] == life["life"]}
-        missing = set(life["pids"]) & killed - dead - left
-        assert not missing, f"no death is told of {missing}: {facts['deaths']}"

@@ -3,7 +3,6 @@ find each other in a store process. Knows every process it started, and signals 
 """
 
 import signal
-import time
 import uuid
 
 from jobs import ROOT, children, family, until
@@ -23,25 +22,23 @@ KINDS = {  # name: (what starts an agent, what it starts, agents at most, settin
 class Cluster:
     """One submission of the job: from its first agent to the last one's end."""
 
-    def __init__(self, jobs, rng, flags, env, cold=False, kind=None, size=None):
+    def __init__(self, jobs, rng, flags, env, kind, size=None):
         self.jobs = jobs
         self.rng = rng
         self.flags = flags
-        self.cold = cold
-        self.kind = kind or rng.choice(["plain", "store"])
-        self.program, self.script, self.most, conf = KINDS[self.kind]
+        self.kind = kind
+        self.program, self.script, self.most, conf = KINDS[kind]
         self.agents = []
         self.store = None
         self.signalled = []
-        self.cut = False
-        self.env = dict(env)
-        if self.kind == "plain":
+        self.env = env
+        if kind == "plain":
             self.add(size or rng.randint(1, 4))
             return
         self.store, place = jobs.store()
         # One store for all lives, which torchrun shares by default, keeps the address of a dead rank 0. As
         # variables, for ranks read them: the warm process has no flags.
-        self.env |= {
+        self.env = env | {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PET_NNODES": f"1:{self.most}",
@@ -62,11 +59,9 @@ class Cluster:
             "--max_restarts=1000000",
             self.script,
             *self.flags,
-            cold=self.cold,
             **self.env,
         )
         self.agents.append(agent)
-        return agent
 
     @property
     def living(self):
@@ -94,7 +89,7 @@ class Cluster:
         for pid in pids:
             if self.jobs.kill(pid, getattr(signal, f"SIG{name}")):
                 landed += 1
-                self.signalled.append({"t": time.time(), "pid": pid, "signal": name})
+                self.signalled.append({"pid": pid, "signal": name})
         return landed
 
     def finish(self, deadline):
@@ -108,9 +103,8 @@ class Cluster:
             self.store.kill(signal.SIGTERM)
             self.store.wait()
 
-    def orphans(self, deadline):
-        """Seconds until no worker of a dead agent is left."""
-        began = time.monotonic()
+    def await_orphans(self, deadline):
+        """Until no worker of a dead agent is left."""
         kept = {agent.pid for agent in self.agents if agent.poll() is not None}
         if self.store:
             kept.add(self.store.pid)
@@ -120,4 +114,3 @@ class Cluster:
             return not {*self.jobs.alive()} - ours - kept
 
         until(gone, "the workers of dead agents to end", deadline)
-        return time.monotonic() - began

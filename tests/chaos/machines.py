@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,29 +49,21 @@ FAULTS = {
         "kill store, ask_in_the_save", "all_have_left", 60, "", LARGE
     ),
     "SIGTERM in a save": Fault("ask_for_a_save, ask_in_the_save", "all_have_left", 60, "", LARGE),
-    "rank killed, no name server": Fault("kill_a_rank 2", "all_train", 40, "", {"NAMELESS": "1"}),
     "wrong flags": Fault("add new --seed=7", "new_is_refused", 30, "forget new"),
-    "no data": Fault("add new --data-dir=nowhere", "new_is_refused", 30, "forget new"),
     "no device": Fault("add new --device=cuda", "new_is_refused", 30, "forget new"),
-    "older code": Fault("add_an_older new", "new_is_refused", 30, "forget new"),
-    "a sample less": Fault("add new --data-dir=less", "new_is_refused", 60, "forget new"),
-    "another user's file": Fault("add_with_another_file new", "new_is_refused", 60, "forget new"),
-    "a clock 8 s ahead": Fault("add_ahead new", "new_is_refused", 30, "forget new"),
-    "no threads for 4 s": Fault("limit_threads 2, wait 4, free_threads, ask", "all_have_left", 20),
 }
 SHORT_SECONDS = 30  # the longest bound of the tests, whose limits are shorter
 SHORT = {  # {module: its limits in seconds}
     "common.world.rendezvous": {"SILENT_SECONDS": 4},
     "common.checkpoint.fence": {"NODE_BEAT_SECONDS": 0.5, "NODE_STILL_SECONDS": 3},
 }
-NUMBERS = {"store": 8, "new": 7, "nobody": 9}  # last bytes of addresses; others have their name
+NUMBERS = {"store": 8, "new": 7}  # last bytes of addresses; others have their name
 HUB = "ip link add name br0 type bridge ageing_time 0 && ip link set br0 up && echo && exec cat"
 SPACES = ["unshare", "--net", "--uts", "--pid", "--mount", "--fork"]
 # As `unshare` makes them, and `prctl` wants it.
 NEW_NETWORK_NAME_AND_MOUNTS = 0x40000000 | 0x04000000 | 0x00020000
 NEW_PIDS = 0x20000000
 PR_SET_PDEATHSIG = 1
-PIDS = next(filter(Path.is_dir, map(Path, ("/sys/fs/cgroup/pids", "/sys/fs/cgroup"))), Path("/nowhere"))
 # With known neighbours a cut cable is silent; else the kernel finds out in 3 seconds that nobody is there.
 SET_UP = """link set lo up
 link set eth0 address 02:00:00:00:00:0{0} up
@@ -92,17 +83,14 @@ def become(number, port, hub, *words):
     kernel = ctypes.CDLL(None)
     kernel.unshare(NEW_NETWORK_NAME_AND_MOUNTS)
     socket.sethostname(f"machine{number}")
-    server = NUMBERS["nobody"] if "NAMELESS" in os.environ else number  # each refuses at once, but nobody
-    names = "" if "NAMELESS" in os.environ else "".join(f"10.213.0.{n} machine{n}\n" for n in range(9))
+    names = "".join(f"10.213.0.{n} machine{n}\n" for n in range(9))
     Path(f"{port}-hosts").write_text(f"127.0.0.1 localhost\n{names}")
-    Path(f"{port}-resolv").write_text(f"nameserver 10.213.0.{server}\n")
     for command in (
         f"nsenter -t {hub} -n ip link add name {port} type veth peer name eth0 netns {os.getpid()}",
         f"nsenter -t {hub} -n ip link set {port} master br0 up",
         "ip -batch -",
         "mount --make-rprivate /",
         f"mount --bind {port}-hosts /etc/hosts",
-        f"mount --bind {port}-resolv /etc/resolv.conf",
     ):
         subprocess.run(command.split(), input=SET_UP.format(number), text=True, check=True)
     kernel.unshare(NEW_PIDS)
@@ -114,25 +102,8 @@ def become(number, port, hub, *words):
     sys.path[:1] = [str(Path(words[0]).parents[1])]
     for module, limits in SHORT.items() if "SHORT" in os.environ else ():
         vars(importlib.import_module(module)).update(limits)
-    if "AHEAD_SECONDS" in os.environ:
-        set_ahead(float(os.environ["AHEAD_SECONDS"]))
     sys.argv = [*words]
     runpy.run_path(words[0], run_name="__main__")
-
-
-def set_ahead(seconds):
-    """This process has another clock, as far as machines compare theirs."""
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    clock = time.time
-
-    class Ahead(datetime):
-        @classmethod
-        def now(cls, zone=None):
-            return datetime.fromtimestamp(time.time(), zone)
-
-    time.time = lambda: clock() + seconds
-    dynamic_rendezvous.datetime = Ahead
 
 
 class Box:
@@ -144,7 +115,6 @@ class Box:
         self.env = env
         self.machines = {}
         self.ports = {}
-        self.group = None  # a cgroup, if threads were limited
         self.struck = 0  # the step at which the fault struck
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.hub = subprocess.Popen([*SPACES[:2], "sh", "-c", HUB], env=jobs.environment(), **pipes)
@@ -154,50 +124,27 @@ class Box:
         for machine in self.machines.values():
             machine.kill()
         self.hub.communicate()
-        if self.group:
-            until(lambda: not (self.group / "cgroup.procs").read_text(), "the end of what was limited")
-            self.group.rmdir()
 
     def act(self, text):
         for name, *words in map(str.split, text.split(", ") if text else ()):
             getattr(self, name)(*words)
 
     # ---- what is there ----
-    def start(self, name, *words, **env):
+    def start(self, name, *words):
         self.ports[name] = f"port{self.jobs.count}"
         place = (NUMBERS.get(name, name), self.ports[name], self.hub.pid)
-        self.machines[name] = self.jobs.start(__file__, *place, *words, cwd=self.run.parent, **self.env | env)
+        self.machines[name] = self.jobs.start(__file__, *place, *words, cwd=self.run.parent, **self.env)
 
     def open_store(self):
         self.start("store", ROOT / "launch/store.py", "10.213.0.8:29400")
         until(lambda: "store on" in self.machines["store"].output, "the store")
 
-    def add(self, name, *flags, root=ROOT, **env):
+    def add(self, name, *flags):
         agent = "--nnodes=1:8 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_id=job --rdzv_conf=is_host=0"
-        agent = [root / "launch/torchrun.py", *agent.split(), "--rdzv_endpoint=10.213.0.8:29400"]
+        agent = [ROOT / "launch/torchrun.py", *agent.split(), "--rdzv_endpoint=10.213.0.8:29400"]
         hang = "--hang-timeout=60" if "SHORT" in self.env else "--hang-timeout=600"
-        words = [*agent, root / "train_ddp.py", *PACED, "--epochs=9999", hang, "--run-dir", self.run, *flags]
-        self.start(name, *words, **env)
-
-    def add_an_older(self, name):
-        """Its code is another, not its flags."""
-        root = self.run.parent / "older"
-        for folder in ("common", "launch"):
-            shutil.copytree(ROOT / folder, root / folder)
-        shutil.copy(ROOT / "train_ddp.py", root)
-        (root / "common/sampler.py").open("a").write("OLDER = True\n")
-        self.add(name, root=root)
-
-    def add_with_another_file(self, name):
-        """Its flags are the same to a letter, but for the folder of the file."""
-        root = self.run.parent / "other"
-        root.mkdir()
-        text = (ROOT / "tests/tools/paced.py").read_text()
-        (root / "paced.py").write_text(f"{text}\nOTHER = True\n")
-        self.add(name, f"--model={root}/paced.py:net", f"--dataset={root}/paced.py:data")
-
-    def add_ahead(self, name):
-        self.add(name, AHEAD_SECONDS="8")
+        words = [*agent, ROOT / "train_ddp.py", *PACED, "--epochs=9999", hang, "--run-dir", self.run, *flags]
+        self.start(name, *words)
 
     def forget(self, name):
         del self.machines[name]
@@ -224,20 +171,6 @@ class Box:
 
     def wait(self, seconds):
         time.sleep(int(seconds))
-
-    def limit_threads(self, name):
-        """As a neighbour's build does to all processes of a user, or podPidsLimit to a pod."""
-        self.group = PIDS / self.jobs.token
-        self.group.mkdir()
-        for pid in family(self.machines[name].pid)[1:]:
-            (self.group / "cgroup.procs").write_text(str(pid))
-        (self.group / "pids.max").write_text((self.group / "pids.current").read_text())
-
-    def free_threads(self):
-        (self.group / "pids.max").write_text("max")
-
-    def kill_a_rank(self, name):
-        self.jobs.kill(family(self.machines[name].pid)[-1])
 
     def ask(self):
         """Each is told to end, as a kubelet tells process 1."""

@@ -18,9 +18,7 @@ import time
 
 ARMED = os.environ["CHAOS_ARMED"]
 JOURNAL = os.environ["CHAOS_JOURNAL"]
-REAL = {name: getattr(os, name) for name in ("open", "close", "write", "pwrite", "fsync", "rename", "mkdir")}
-
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+REAL = {name: getattr(os, name) for name in ("pwrite", "fsync", "rename", "mkdir")}
 
 
 def point(name, act=None):
@@ -41,18 +39,8 @@ def point(name, act=None):
 
 def note(name, what):
     """On disk before the signal: a kill that leaves no line has not landed."""
-    line = json.dumps(
-        {
-            "t": time.time(),
-            "pid": os.getpid(),
-            "rank": int(os.environ.get("RANK", 0)),
-            "point": name,
-            "signal": what,
-        }
-    )
-    fd = REAL["open"](JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    REAL["write"](fd, line.encode() + b"\n")
-    REAL["close"](fd)
+    with open(JOURNAL, "a") as file:
+        file.write(json.dumps({"pid": os.getpid(), "point": name, "signal": what}) + "\n")
 
 
 def _signal(name, what):
@@ -62,8 +50,7 @@ def _signal(name, what):
         mutex = ctypes.create_string_buffer(128)
         python.pthread_mutex_lock(mutex)
         python.pthread_mutex_lock(mutex)
-    asked = os.environ.get("CHAOS_ASKED") if what == "TERM" else None  # in a pod a kubelet asks process 1
-    os.kill(int(asked or os.getpid()), getattr(signal, f"SIG{what}"))
+    os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
 
 
 def _soon(name, what):
@@ -127,42 +114,30 @@ def _in_backward(gradient):
     point("allreduce", _soon)
 
 
+def _name_of(fd):
+    """What is written or synced through this descriptor."""
+    name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+    if name.startswith("step-"):
+        return "folder"
+    return "root" if name == "checkpoints" else name
+
+
 def _plant_in_saves():
     """A save: a staging folder, files in it, a rename out of it, two folders synced, an older one renamed."""
-    known = {}  # descriptor -> what is being written through it
-
-    def opened(path, flags, *args, **kwargs):
-        fd = REAL["open"](path, flags, *args, **kwargs)
-        name = os.path.basename(os.fspath(path))
-        if name in FILES and flags & os.O_CREAT:
-            known[fd] = name
-        elif flags & os.O_DIRECTORY and name == "checkpoints":
-            known[fd] = "root"
-        elif flags & os.O_DIRECTORY and name.startswith("step-"):
-            known[fd] = "folder"
-        return fd
-
-    def closed(fd):
-        known.pop(fd, None)
-        return REAL["close"](fd)
 
     def written(fd, data, at):
         def half(name, what):
             REAL["pwrite"](fd, data[: len(data) // 2], at)
             _signal(name, what)
 
-        if known.get(fd) in FILES:
-            point(f"write:{known[fd]}", half)
+        point(f"write:{_name_of(fd)}", half)
         return REAL["pwrite"](fd, data, at)
 
     def synced(fd):
-        name = known.get(fd)
-        if name in FILES:
-            point(f"unsynced:{name}")
-        result = REAL["fsync"](fd)
-        if name:
-            point(f"synced:{name}" if name in FILES else f"{name}-synced")
-        return result
+        name = _name_of(fd)
+        point(f"unsynced:{name}")
+        REAL["fsync"](fd)
+        point(f"synced:{name}")
 
     def renamed(source, target, **kwargs):
         before = after = None
@@ -173,18 +148,14 @@ def _plant_in_saves():
             before = "letgo"
             after = "gone"
         point(before)
-        result = REAL["rename"](source, target, **kwargs)
+        REAL["rename"](source, target, **kwargs)
         point(after)
-        return result
 
     def made(path, *args, **kwargs):
-        result = REAL["mkdir"](path, *args, **kwargs)
+        REAL["mkdir"](path, *args, **kwargs)
         if os.path.basename(path).startswith("step-"):
             point("mkdir")
-        return result
 
-    os.open = opened
-    os.close = closed
     os.pwrite = written
     os.fsync = synced
     os.rename = renamed

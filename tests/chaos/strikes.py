@@ -20,17 +20,13 @@ class Strikes:
         before = len(lives(self.run))
         landed, new_life = getattr(self, f"_{event.target}")(event)
         name = " ".join(filter(None, [event.target, event.signal, event.point]))
-        step = self.step()
-        self.log.append({"event": name, "landed": landed, "step": step})
-        self.tally[f"{event.target} {event.signal}".strip()] += bool(landed)
-        self.tally["not landed"] += not landed
-        outcome = "" if landed else ": came too late"
+        self.log.append({"event": name, "landed": landed, "step": self.step()})
+        self.tally[f"{event.target} {event.signal}"] += bool(landed)
         if landed and new_life:
-            self.recovered.append((event.target, self.settle(before)))
-            outcome = f": on after {self.recovered[-1][1]:.1f} s"
-        self.say(
-            f"{len(self.log):4}  step {step:4}  {self.cluster.kind:5} x{len(self.cluster.living)}  "
-            f"{name}{outcome}"
+            self.recovered.append(self.settle(before))
+        print(
+            f"{len(self.log):4}  {self.cluster.kind:5} x{len(self.cluster.living)}  {self.log[-1]}",
+            flush=True,
         )
 
     # ---- where a process comes by ----
@@ -75,14 +71,11 @@ class Strikes:
         before = len(lives(self.run))
         path = self.arm(event)
         landed = self._worker(event._replace(signal="KILL"))[0]
-        self.until(
-            lambda: (
-                self.over()
-                or not path.exists()
-                or (len(lives(self.run)) > before and self.step() > lives(self.run)[-1]["step"] + 2)
-            ),
-            "a process at the point",
-        )
+
+        def gone_on():
+            return len(lives(self.run)) > before and self.step() > lives(self.run)[-1]["step"] + 2
+
+        self.until(lambda: self.over() or not path.exists() or gone_on(), "a process at the point")
         self.tally["second deaths"] += self.landed(path, count)
         return landed, landed
 
@@ -119,22 +112,22 @@ class Strikes:
             return 0, False
         if event.signal in ("TERM", "STOP CONT"):  # a rank's to answer
             return 1, False
-        began = time.monotonic()
         epoch_over = reached(self.run) + EPOCH + 1
         patience = MISSED if event.target == "loader" else RECOVERY
         step = 0
-        while not (self.over() or state(found[0]) in "ZX" or step >= epoch_over):
+
+        def left():
+            return state(found[0]) in "ZX"
+
+        while not (self.over() or left() or step >= epoch_over):
             step = reached(self.run)  # each step begins the wait anew
             self.until(
-                lambda step=step: self.over() or state(found[0]) in "ZX" or reached(self.run) != step,
+                lambda step=step: self.over() or left() or reached(self.run) != step,
                 "the rank of a dead loading process to leave",
                 patience,
             )
-        if state(found[0]) not in "ZX":
-            self.tally["loaders not missed"] += 1
-            return 1, False
-        self.missed.append(time.monotonic() - began)
-        return 1, True
+        self.tally["loaders missed" if left() else "loaders not missed"] += 1
+        return 1, left()
 
     _stall = _loader
 
@@ -144,23 +137,20 @@ class Strikes:
 
     def _freeze(self, event):
         """Stopped for good: the others must notice by themselves, so there have to be others."""
-        found = self.cluster.someone()
-        if not found or len(self.cluster.workers()) < 2:
-            return 0, False
-        return self.cluster.strike(found[1:], "STOP"), True
+        return self._worker(event._replace(signal="STOP")) if len(self.cluster.workers()) > 1 else (0, False)
 
-    def _agent(self, event, workers=False):
+    def _agent(self, event):
         """Its workers must save, and be gone with it."""
         agent = self.rng.choice(self.cluster.living)
         others = len(self.cluster.living) > 1
-        landed = self.cluster.strike([agent.pid, *agent.workers * workers], event.signal)
+        node = agent.workers if event.target == "node" else []
+        landed = self.cluster.strike([agent.pid, *node], event.signal)
         self.until(lambda: agent.poll() is not None, "the agent to end")
-        if not workers:
-            self.orphaned.append(self.cluster.orphans(self.patience))
+        if not node:
+            self.cluster.await_orphans(self.patience)
         return landed, others
 
-    def _node(self, event):
-        return self._agent(event, workers=True)
+    _node = _agent
 
     def _store(self, event):
         if not self.cluster.store:

@@ -11,9 +11,9 @@ if __name__ == "__main__":
     points.point("import")
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     if "CHAOS_BUG" in os.environ:
-        from bugs import BUGS
+        import bugs
 
-        BUGS[os.environ["CHAOS_BUG"]]()
+        getattr(bugs, os.environ["CHAOS_BUG"])()
     from common.errors import guarded
     from common.options import parse_options
 

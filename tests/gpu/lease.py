@@ -1,7 +1,7 @@
 """All that one GPU can show in ten minutes. Nothing is installed; without a GPU it is a dry run.
 
     bash tests/gpu/lease.sh FOLDER                # every part, 570 seconds at most
-    bash tests/gpu/lease.sh FOLDER locks bench    # these parts alone
+    bash tests/gpu/lease.sh FOLDER saves bench    # these parts alone
     PYTHON=/path/to/python bash tests/gpu/lease.sh FOLDER
 
 A part that fails, or is late, stops no other. FOLDER/figures.txt has all that they print, FOLDER/summary.txt
@@ -23,16 +23,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(f"{ROOT}/tests/tools")
+
+from police import alive  # noqa: E402
+
 SECONDS = 570
 GRACE = 10  # seconds between Ctrl-C and SIGKILL for a part that is late
 TAIL = 20  # lines of a part that did not pass
-MS = r"(?P<ms>[\d.]+) ms"
-BENCH = rf"^(?P<net>\S+): (?P<way>\w+) {MS}, (?P<other>\w+) (?P<other_ms>[\d.]+) ms, (?P<ratio>[\d.]+) x"
-ASKED = r"(: asked (?P<asked>[\d.]+) s, copied (?P<copied>[\d.]+))?"
-LOCKS = rf"^(?P<case>\w+) +(?P<outcome>rescued|HANGS|ended){ASKED}"
-TESTS = r"^=* ?((?P<failed>\d+) failed, )?(?P<passed>\d+) passed(, (?P<skipped>\d+) skipped)?.* in .*"
-SAVES = rf"^(?P<way>\S.*?) +blocked +{MS}, (?P<ratio>[\d.]+) x .*durable +(?P<durable_ms>[\d.]+)"
-SHOWN = ("card", "driver", "torch", "nccl", "python", "cores")
+FACTS = r"(?P<name>[a-z]+): ?(?P<value>.*)"
+BENCH = r"(?P<net>\S+): (?P<way>\S+) (?P<ms>[\d.]+) ms, (?P<ratio>[\d.]+) x .* (?P<other>\S+)$"
+TESTS = r"=* ?((?P<failed>\d+) failed, )?(?P<passed>\d+) passed(, (?P<skipped>\d+) skipped)?.* in .*"
+SHOWN = ("card", "torch", "nccl", "python", "cores")
+DRY = "tests/bench/gpu.py --device cpu --rounds 1 --steps 1"
 
 
 class Part(NamedTuple):
@@ -43,63 +45,32 @@ class Part(NamedTuple):
     figure: str  # a pattern: the lines with figures
     command: str
     dry: str  # the command where there is no GPU
-    needs: str = ""  # modules
 
 
 PARTS = (
-    Part("facts", 90, r"^(?P<name>[a-z]+): (?P<value>.*)", "tests/gpu/facts.py", "tests/gpu/facts.py"),
-    Part(
-        "locks",
-        90,
-        LOCKS,
-        "tests/gpu/locks.py --device cuda:0",
-        "tests/gpu/locks.py --device cpu --patience 3 asking control",
-    ),
+    Part("facts", 90, FACTS, "tests/gpu/facts.py", "tests/gpu/facts.py"),
     Part(
         "tests",
         260,
         TESTS,
         "-m pytest tests/gpu -vv -n 8 --dist worksteal -rs --tb=short --durations=5",
         "-m pytest tests/gpu/test_one_gpu.py -vv -n 1 -rs --tb=short -k averages",
-        "pytest xdist numpy safetensors",
     ),
-    Part(
-        "bench",  # and the price of waiting for the gradient
-        90,
-        BENCH,
-        "tests/bench/gpu.py --nets gpt:medium,net --rounds 5",
-        "tests/bench/gpu.py --device cpu --nets net --rounds 1 --steps 1",
-    ),
-    Part(
-        "pictures",
-        70,
-        BENCH,
-        "tests/bench/gpu.py --nets resnet50 --rounds 5",
-        "tests/bench/gpu.py --device cpu --nets resnet18 --rounds 1 --steps 1",
-        "torchvision",
-    ),
+    Part("bench", 110, BENCH, "tests/bench/gpu.py --nets gpt:medium,net", f"{DRY} --nets net"),
+    Part("pictures", 90, BENCH, "tests/bench/gpu.py --nets resnet50", f"{DRY} --nets resnet18"),
     Part(
         "saves",
         60,
-        SAVES,
+        BENCH,
         "tests/bench/checkpoint.py --device cuda:0 --mb 1000 --rounds 2",
         "tests/bench/checkpoint.py --mb 1 --rounds 1",
-        "numpy safetensors",
     ),
     Part(
         "compile",
         110,
         BENCH,
         "tests/bench/gpu.py --compile 1 --nets gpt:medium --rounds 2",
-        "tests/bench/gpu.py --compile 1 --device cpu --nets net --rounds 1 --steps 1",
-    ),
-    Part(
-        "loops",
-        110,
-        r"^ *(?P<what>\w+): (?P<figure>[\d.,]+) (?P<unit>.*)",
-        "tests/bench/loops.py --device cuda --what net,gpt,bf16 --rounds 3",
-        "tests/bench/loops.py --what index --rounds 1",
-        "numpy",
+        f"{DRY} --compile 1 --nets net",
     ),
 )
 
@@ -118,86 +89,68 @@ class Lease:
     @property
     def facts(self):
         """{name: value} of the first part; nothing if it has failed."""
-        rows = self.done[0]["figures"] if self.done else ()
-        return {row["name"]: row["value"] for row in rows if "value" in row}
+        return {row["name"]: row["value"] for row in self.done[0]["figures"]} if self.done else {}
 
     @property
     def gpu(self):
         return self.facts["device"] != "cpu" if "device" in self.facts else bool(shutil.which("nvidia-smi"))
 
     def run(self, part):
-        missing = sorted(set(part.needs.split()) & set(self.facts.get("missing", "").split()))
         most = min(part.seconds, self.end - time.monotonic() - 2 * GRACE)
         began = time.monotonic()
         text = ""
-        if missing:
-            outcome = f"skipped: {' '.join(missing)} not there"
-        elif most < min(part.seconds, GRACE):
+        found = []
+        if most < min(part.seconds, GRACE):
             outcome = "skipped: no time left"
         else:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                code, text = self._start(part, most, folder)
-            outcome = "late" if code is None else f"failed, code {code}"
-        found = [match for match in map(re.compile(part.figure).match, text.splitlines()) if match]
-        if text and code == 0:
-            outcome = "passed" if found else "failed, no figure"
+                outcome, text = self._start(part, most, folder)
+            found = [match for match in map(re.compile(part.figure).match, text.splitlines()) if match]
+            if outcome == "passed" and not found:
+                outcome = "failed, no figure"
         done = {
             "part": part.name,
             "outcome": outcome,
             "seconds": round(time.monotonic() - began, 1),
-            "figures": [
-                {
-                    key: value if key == "value" else number(value)
-                    for key, value in match.groupdict().items()
-                    if value
-                }
-                for match in found
-            ],
+            "figures": [match.groupdict(default="") for match in found],
             "lines": [match.string for match in found],
-            "tail": text.splitlines()[-TAIL:] if outcome[:6] in ("late", "failed") else [],
+            "tail": text.splitlines()[-TAIL:] if outcome.startswith(("late", "failed")) else [],
         }
         self.done.append(done)
         self._write()
         print(f"{part.name:10} {outcome}, {done['seconds']} s", flush=True)
 
     def _start(self, part, most, folder):
-        """(exit code, or None if it was late, all that it printed); no process of it lives on."""
-        token = f"LEASE_PART={uuid.uuid4().hex}"
-        env = os.environ | dict([token.split("=")]) | {"PYTHONUNBUFFERED": "1", "TMPDIR": folder}
+        """(outcome, all that it printed); no process of it lives on."""
+        token = f"lease-{uuid.uuid4().hex}"
+        env = os.environ | {"LEASE_PART": token, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
         env["PYTEST_DEBUG_TEMPROOT"] = folder
         if self.gpu:
             env.setdefault("TESTS_GPUS", "all")
         else:
             env |= {"TESTS_GPUS": "fake", "TORCH_COMPILE_DISABLE": "1"}
         command = part.command if self.gpu else part.dry
-        with open(self.texts, "ab") as file:
-            file.write(f"\n=== {part.name}: {command}\n".encode())
-            file.flush()
+        words = [sys.executable, *command.split()]
+        with open(self.texts, "a") as file:
+            print(f"\n=== {part.name}: {command}", file=file, flush=True)
             began = file.tell()
-            child = subprocess.Popen(
-                [sys.executable, *command.split()],
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            child = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
             try:
                 code = child.wait(most)
+                outcome = f"failed, code {code}" if code else "passed"
             except subprocess.TimeoutExpired:
-                code = None
+                outcome = "late"
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, signal.SIGINT)  # pytest then says what it has seen
                     child.wait(GRACE)
             finally:
                 end_all_with(token)
-        return code, self.texts.read_bytes()[began:].decode(errors="replace") or "(nothing was printed)"
+        return outcome, self.texts.read_bytes()[began:].decode(errors="replace")
 
     def _write(self):
         told = {name: self.facts.get(name, "?") for name in SHOWN}
-        rows = [{key: value for key, value in done.items() if key != "lines"} for done in self.done]
-        (self.folder / "figures.json").write_text(json.dumps(told | {"parts": rows}, indent=1) + "\n")
+        (self.folder / "figures.json").write_text(json.dumps(told | {"parts": self.done}, indent=1) + "\n")
         lines = [" | ".join(f"{name} {value}" for name, value in told.items())]
         for done in self.done:
             lines.append(f"{done['part']:10} {done['outcome']}, {done['seconds']} s")
@@ -206,24 +159,13 @@ class Lease:
         (self.folder / "summary.txt").write_text("\n".join(lines) + "\n")
 
 
-def number(text):
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return text
-
-
 def end_all_with(token):
     """Kills the processes that carry this in their environment; a driver may hold one for some seconds."""
     end = time.monotonic() + GRACE
-    again = True
-    while again and time.monotonic() < end:
-        again = False
-        for name in filter(str.isdecimal, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # another's, or gone
-                if token.encode() in Path(f"/proc/{name}/environ").read_bytes():
-                    os.kill(int(name), signal.SIGKILL)
-                    again = True
+    while (pids := alive(token)) and time.monotonic() < end:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def main(folder, *names):

@@ -6,8 +6,9 @@ import signal
 import time
 
 import pytest
-from gpus import CHECKS, ROOT, SMALL, TEXT, begin, devices, digest, end, fake, losses, needs, pids, train
-from jobs import events, until
+from gpus import CHECKS, SMALL, TEXT, begin, devices, digest, end, fake, needs, pids, train
+from jobs import ROOT, events, losses, rows, until
+from jobs import steps_on_disk as saved
 
 pytestmark = needs(1)
 WRONG = """
@@ -23,19 +24,13 @@ class Wrong(torch.nn.Module):  # it reads behind the end of a table in its sixth
 """
 
 
-def saved(run):
-    """Steps; a name may end in .1, .2 ... where a step was saved again."""
-    return sorted({int(path.name[5:13]) for path in (run / "checkpoints").glob("step-*[0-9]")})
-
-
 def test_a_run_learns_ends_and_is_complete_and_audited(jobs, tmp_path):
     out = train(jobs, tmp_path, "train_ddp.py", "--epochs=3", "--audit")
     assert fake() or "devices cuda:0 " in out
     assert "complete" in train(jobs, tmp_path, "train_ddp.py", "--epochs=3")
     audit = end(begin(jobs, "-m", "common.ledger", tmp_path, "--audit"))
     assert "missed 0 repeated 0 lost 0 redone 0" in audit
-    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert [row["val_acc"] for row in rows if "val_acc" in row][-1] > 0.95
+    assert [row["val_acc"] for row in rows(tmp_path) if "val_acc" in row][-1] > 0.95
     end(begin(jobs, "-m", "common.checkpoint", tmp_path))
 
 
@@ -51,17 +46,8 @@ def test_a_run_learns_ends_and_is_complete_and_audited(jobs, tmp_path):
     ],
 )
 def test_a_rescue_does_not_queue_behind_a_stream_that_hangs(jobs, tmp_path, flags):
-    train(
-        jobs,
-        tmp_path,
-        CHECKS,
-        "--save-every=0",
-        "--save-seconds=0",
-        "--epochs=20",
-        *flags,
-        code=143,
-        check=["stuck_stream"],
-    )
+    flags = ("--save-every=0", "--save-seconds=0", "--epochs=20", *flags)
+    train(jobs, tmp_path, CHECKS, *flags, code=143, check=["stuck_stream"])
     assert saved(tmp_path) == [20]
 
 
@@ -86,36 +72,25 @@ def test_two_runs_have_one_digest_and_a_killed_one_has_it_too(jobs, tmp_path, fl
     flags = (*SMALL, "--virtual-ranks=8", *flags)
     for name in ("a", "b"):
         train(jobs, tmp_path / name, "train_ddp.py", *flags)
-    job = begin(
-        jobs, "train_ddp.py", *flags, f"--run-dir={tmp_path / 'c'}", "--no-tensorboard", "--save-every=5"
-    )
+    flags = (*flags, "--save-every=5")
+    job = begin(jobs, "train_ddp.py", *flags, f"--run-dir={tmp_path}/c", "--no-tensorboard")
     until(lambda: saved(tmp_path / "c") or job.poll() is not None, "a checkpoint")
     job.kill()
     job.wait()
-    train(jobs, tmp_path / "c", "train_ddp.py", *flags, "--save-every=5")
-    assert digest(jobs, tmp_path / "a") == digest(jobs, tmp_path / "b") == digest(jobs, tmp_path / "c")
+    train(jobs, tmp_path / "c", "train_ddp.py", *flags)
+    assert len({digest(jobs, tmp_path / name) for name in "abc"}) == 1
 
 
 def test_every_checkpoint_is_that_of_a_run_whose_kernels_block(jobs, tmp_path):
-    found = []
-    for name, blocking in (("a", "0"), ("b", "1")):
-        train(
-            jobs,
-            tmp_path / name,
-            "train_ddp.py",
-            "--virtual-ranks=2",
-            "--save-every=1",
-            "--max-steps=30",
-            "--keep=40",
-            CUDA_LAUNCH_BLOCKING=blocking,
-        )
-        manifests = map(
-            json.loads,
-            (path.read_text() for path in (tmp_path / name / "checkpoints").glob("step-*/manifest.json")),
-        )
-        found.append({manifest["step"]: manifest["digest"] for manifest in manifests})
-    both = found[0].keys() & found[1].keys()  # a save is left out while another one is written
-    assert len(both) > 5 and all(found[0][step] == found[1][step] for step in both)
+    flags = ("--virtual-ranks=2", "--save-every=1", "--max-steps=30", "--keep=40")
+    found = {}
+    for blocking in "01":
+        train(jobs, tmp_path / blocking, "train_ddp.py", *flags, CUDA_LAUNCH_BLOCKING=blocking)
+        for path in (tmp_path / blocking / "checkpoints").glob("step-*/manifest.json"):
+            manifest = json.loads(path.read_text())
+            found.setdefault(manifest["step"], []).append(manifest["digest"])
+    both = [digests for digests in found.values() if len(digests) == 2]  # a save may be left out
+    assert len(both) > 5 and all(one == other for one, other in both)
 
 
 def test_a_stop_at_a_random_moment_is_saved_in_seconds(jobs, tmp_path):
@@ -143,16 +118,9 @@ def test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net(jobs, t
 
 @pytest.mark.skipif(fake(), reason="CPUs have the operation with fixed bits")
 def test_a_layer_without_fixed_bits_is_named_and_refused(jobs, tmp_path):
-    out = train(
-        jobs,
-        tmp_path,
-        "train_ddp.py",
-        "--model=alexnet",
-        "--virtual-ranks=2",
-        "--max-steps=1",
-        f"--dataset={ROOT}/tests/tools/nets.py:large_pictures",
-        code=2,
-    )
+    data = f"--dataset={ROOT}/tests/tools/nets.py:large_pictures"
+    flags = ("--model=alexnet", "--virtual-ranks=2", "--max-steps=1", data)
+    out = train(jobs, tmp_path, "train_ddp.py", *flags, code=2)
     assert "adaptive_avg_pool2d_backward_cuda" in out and "--virtual-ranks" in out and "Traceback" not in out
 
 
@@ -165,13 +133,8 @@ def test_a_net_that_does_not_fit_is_told_in_torchs_own_words(jobs, tmp_path):
 @pytest.mark.skipif(fake(), reason="a CPU raises an error of its own")
 def test_an_index_out_of_range_ends_the_run_with_its_words(jobs, tmp_path):
     (tmp_path / "own.py").write_text(WRONG)
-    job = begin(
-        jobs,
-        "train_ddp.py",
-        f"--model={tmp_path}/own.py:Wrong",
-        "--no-tensorboard",
-        f"--run-dir={tmp_path}/run",
-    )
+    flags = (f"--model={tmp_path}/own.py:Wrong", "--no-tensorboard", f"--run-dir={tmp_path}/run")
+    job = begin(jobs, "train_ddp.py", *flags)
     assert job.wait() not in (0, -9), job.output
     assert "device-side assert" in events(tmp_path / "run", "error")[0]["why"]
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, events, lives, rows, until
+from jobs import ROOT, events, until
 
 CHECKS = ROOT / "tests/gpu/checks.py"
 SMALL = ("--epochs=1", "--max-steps=40")
@@ -90,11 +90,7 @@ def digest(jobs, run):
     return end(begin(jobs, "-m", "common.checkpoint", run, "--digest")).split()[-1]
 
 
-def losses(run):
-    return [row["loss"] for row in rows(run) if "loss" in row]
-
-
 def pids(run, life=0):
     """Of its ranks, once one of them has made a step."""
-    until(lambda: len(lives(run)) > life and len(events(run, "first_step")) > life, f"life {life}")
-    return lives(run)[life]["pids"]
+    until(lambda: len(events(run, "first_step")) > life, f"life {life}")
+    return events(run, "life")[life]["pids"]

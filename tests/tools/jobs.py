@@ -12,13 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from importlib.metadata import version
 from pathlib import Path
 
-from police import end_with, listeners
+from police import alive, carries, command, end_with, listeners  # noqa: F401  (command: for tests)
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests/tools"
@@ -62,20 +61,6 @@ def free_port():
             return port
 
 
-def carries(pid, token):
-    """Whether this process has it in its environment."""
-    try:
-        return token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-
-
-def alive(token):
-    """Every living process that carries it; zombies do not live."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return [pid for pid in pids if carries(pid, token) and state(pid) not in "ZX"]
-
-
 class Jobs:
     """What one test, or one campaign, starts; the end of the `with` leaves no process of it."""
 
@@ -85,9 +70,6 @@ class Jobs:
         self.count = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         self.warm = None
-        self.codes = {}
-        self.pids = {}
-        self.news = threading.Condition()
 
     def __enter__(self):
         return self
@@ -100,7 +82,6 @@ class Jobs:
             self.warm.stdin.close()
             self.warm.kill()  # some process of the test's may hold its stdin open
             self.warm.wait()
-            self.reader.join()
 
     def environment(self, **extra):
         from common.place import MEETING
@@ -131,11 +112,9 @@ class Jobs:
                 )
             return Job(self, child.pid, out, child)
         self._warm_up()
-        asked = {"id": self.count, "argv": argv, "env": self.environment(**env), "cwd": cwd, "out": str(out)}
-        with self.news:
-            print(json.dumps(asked), file=self.warm.stdin, flush=True)
-            self.news.wait_for(lambda: self.count in self.pids, 300)
-            return Job(self, self.pids[self.count], out, number=self.count)
+        asked = {"argv": argv, "env": self.environment(**env), "cwd": cwd, "out": str(out)}
+        print(json.dumps(asked), file=self.warm.stdin, flush=True)
+        return Job(self, int(self.warm.stdout.readline()), out)
 
     def torchrun(self, nproc, script, *flags, restarts=10, **env):
         if SHARED_PORT:
@@ -173,7 +152,7 @@ class Jobs:
 
     def kill(self, pid, number=signal.SIGKILL):
         """Whether the signal was sent to a living process of ours."""
-        if not self.owns(pid) or state(pid) in "ZX":
+        if not self.owns(pid):
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -192,30 +171,21 @@ class Jobs:
             start_new_session=True,
         )
         self.warm.stdout.readline()
-        self.reader = threading.Thread(target=self._listen, daemon=True)
-        self.reader.start()
-
-    def _listen(self):
-        for line in self.warm.stdout:
-            news = json.loads(line)
-            with self.news:
-                if "code" in news:
-                    self.codes[news["id"]] = news["code"]  # not by pid: soon another process has it
-                else:
-                    self.pids[news["id"]] = news["pid"]
-                self.news.notify_all()
 
 
 class Job:
-    def __init__(self, jobs, pid, out, child=None, number=None):
+    def __init__(self, jobs, pid, out, child=None):
         self.jobs = jobs
         self.pid = pid
         self.out = out
         self.child = child
-        self.number = number
+        self.code = Path(f"{out}.code")
 
     def poll(self):
-        return self.child.poll() if self.child else self.jobs.codes.get(self.number)
+        if self.child:
+            return self.child.poll()
+        text = self.code.read_text() if self.code.exists() else ""
+        return int(text) if text else None
 
     def wait(self, deadline=300):  # longer than ranks wait for one that does not come
         """The exit code; the whole output is in the error if it does not come."""
@@ -246,13 +216,6 @@ class Job:
 def state(pid):
     """One letter, as in ps; X if there is no such process."""
     return _stat(pid)[0]
-
-
-def command(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
 
 
 def listening(pid):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.extras.gpt import Block, Embedding, build_gpt
+from common.extras.gpt import build_gpt
 
 WORDS, LENGTH = 23, 12
 
@@ -78,7 +78,7 @@ def cnn(data):
 
 class Gpt(nn.Module):
     """Two blocks whose parts the net calls itself, tied weights, dropout, one parameter that is never used
-    and one that is used at times. No attention: `tied` below has that.
+    and one that is used at times.
     """
 
     def __init__(self, width=16):
@@ -114,28 +114,6 @@ class Gpt(nn.Module):
 
 def gpt(data):
     return Gpt()
-
-
-class Tied(nn.Module):
-    """A head whose two layers share a weight, with dropout before, and a mask that backward looks at."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.one = nn.Linear(width, width)
-        self.two = nn.Linear(width, width)
-        self.out = nn.Linear(width, WORDS)
-        self.two.weight = self.one.weight
-        self.register_buffer("mask", torch.linspace(0.5, 1.5, width))
-
-    def forward(self, x):
-        x = F.dropout(self.one(x[:, -1]), 0.2, self.training) * self.mask
-        return self.out(torch.tanh(self.two(x)))
-
-
-def tied(data):
-    """A GPT that can be cut: each block drops out, the head has tied weights."""
-    blocks = [nn.Sequential(Block(2, 16), nn.Dropout(0.1)) for _ in range(2)]
-    return nn.Sequential(Embedding(WORDS, LENGTH, 16), *blocks, Tied(16))
 
 
 def rationed(data):

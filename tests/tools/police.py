@@ -32,7 +32,12 @@ def move_in():
 
 def belongings():
     """{what is there now: the number of the process that it is, or None}."""
-    found = {f"process {pid}: {command}": pid for pid, command in _processes()}
+    started = {pid: command(pid) for pid in alive(TOKEN) if pid != os.getpid()}
+    found = {
+        f"process {pid}: {words}": pid
+        for pid, words in started.items()
+        if words and not any(word in words for word in KEPT)
+    }
     found |= dict.fromkeys(f"listening socket {inode}" for inode in listeners())
     for folder in (ROOT, Path(tempfile.gettempdir())):
         found |= dict.fromkeys(
@@ -62,15 +67,25 @@ def end_with(parent):
         os._exit(1)
 
 
-def _processes():
-    for name in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        try:
-            ours = TOKEN in Path(f"/proc/{name}/environ").read_text(errors="replace")  # empty for the dead
-            command = Path(f"/proc/{name}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
-        except OSError:
-            continue
-        if ours and int(name) != os.getpid() and not any(word in command for word in KEPT):
-            yield int(name), command
+def carries(pid, token):
+    """Whether this process has it in its environment, which is empty for the dead."""
+    try:
+        return token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def alive(token):
+    """Every living process that carries it."""
+    names = os.listdir("/proc") if os.path.isdir("/proc") else ()
+    return [int(name) for name in names if name.isdecimal() and carries(name, token)]
+
+
+def command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+    except OSError:
+        return ""
 
 
 def listeners(pid="self"):

@@ -10,18 +10,18 @@ importing torch.
 """
 
 import gc
+import multiprocessing
+import multiprocessing.connection
 import os
-import pickle
-import selectors
 import signal
 import socket
 import sys
 import time
 import traceback
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from police import end_with
 
@@ -44,47 +44,42 @@ def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(),
 
     sys.stdout.flush()
     sys.stderr.flush()
-    node_size = node_size or size
-    life = uuid.uuid4().hex[:12]
+    world = World(0, size, 0, node_size or size, (torch.device("cpu"),), uuid.uuid4().hex[:12])
     end = time.monotonic() + deadline
     parent = os.getpid()
     pids = []
-    pipes = selectors.DefaultSelector()
-    texts = [bytearray() for _ in range(size)]
-    ended = []
-    answers = {}
+    pipes = {}
+    answers = {}  # {rank: (it has not failed, its result or its last words)}, in the order in which they came
+    failed = False
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:  # inherited: no race for a port
             for rank in range(size):
-                reader, writer = os.pipe()
+                reader, writer = multiprocessing.Pipe(duplex=False)
                 pids.append(os.fork())
                 if pids[-1] == 0:
-                    _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, function, args)
-                os.close(writer)
-                pipes.register(reader, selectors.EVENT_READ, rank)
-        while pipes.get_map() and (left := end - time.monotonic()) > 0:
-            for key, _ in pipes.select(left):
-                piece = os.read(key.fd, 1 << 20)
-                rank = key.data
-                texts[rank] += piece
-                if not piece:  # it has answered, or is gone
-                    pipes.unregister(key.fd)
-                    os.close(key.fd)
-                    ended.append(rank)
-                    answers[rank] = pickle.loads(texts[rank]) if texts[rank] else (False, "died")
-                    if not answers[rank][0] and rank not in may_die:
-                        end = min(end, time.monotonic() + AFTERWARDS)
+                    _live(replace(world, rank=rank), parent, listener, writer, hang_timeout, function, args)
+                writer.close()
+                pipes[reader] = rank
+        while pipes and (left := end - time.monotonic()) > 0:
+            for reader in multiprocessing.connection.wait([*pipes], left):
+                rank = pipes.pop(reader)
+                try:
+                    answers[rank] = reader.recv()
+                except EOFError:
+                    answers[rank] = (False, "died")
+                reader.close()
+                if not answers[rank][0] and rank not in may_die:
+                    failed = True
+                    end = min(end, time.monotonic() + AFTERWARDS)
     finally:
         codes = [_end(pid) for pid in pids]
-        for key in list(pipes.get_map().values()):
-            os.close(key.fd)
-        pipes.close()
+        for reader in pipes:
+            reader.close()
     wrong = [
-        f"rank {rank}, exit code {codes[rank]}: {answers[rank][1]}" for rank in ended if not answers[rank][0]
+        f"rank {rank}, exit code {codes[rank]}: {said}" for rank, (well, said) in answers.items() if not well
     ]
-    late = [f"rank {rank}: no answer in time, killed" for rank in range(size) if rank not in ended]
-    if late or any(not answers[rank][0] and rank not in may_die for rank in ended):
-        raise AssertionError("\n".join(wrong + late))
+    late = [f"rank {rank}: no answer in time, killed" for rank in pipes.values()]
+    assert not late and not failed, "\n".join(wrong + late)
     return [answers[rank][1] if answers[rank][0] else codes[rank] for rank in range(size)]
 
 
@@ -98,7 +93,7 @@ def _end(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, function, args):
+def _live(world, parent, listener, writer, hang_timeout, function, args):
     """A rank from birth to death; never returns, for pytest's own stack is above it."""
     code = 1
     answer = (False, "")
@@ -108,9 +103,10 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
         os.setpgid(0, 0)
         end_with(parent)
         host, port = listener.getsockname()
-        patience = timedelta(seconds=hang_timeout)
-        node, local_rank = divmod(rank, node_size)
-        local_size = min(node_size, size - node * node_size)
+        rank = world.rank
+        size = world.size
+        node, local_rank = divmod(rank, world.local_size)
+        local_size = min(world.local_size, size - node * world.local_size)
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE=str(size),
@@ -126,6 +122,7 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
         if rank or size == 1:
             os.close(socket_fd)  # rank 0's alone: its death must show
         if size > 1:
+            patience = timedelta(seconds=hang_timeout)
             store = dist.TCPStore(
                 host,
                 port,
@@ -139,7 +136,7 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
                 "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=patience
             )
             del os.environ["TORCH_DIST_INIT_BARRIER"]
-        world = World(rank, size, local_rank, local_size, (torch.device("cpu"),), life, store)
+        world = replace(world, local_rank=local_rank, local_size=local_size, store=store)
         answer = (True, function(world, *args))
         code = 0
     except SystemExit as error:
@@ -148,15 +145,13 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
     except BaseException:
         answer = (False, traceback.format_exc())
     finally:
-        try:
-            text = pickle.dumps(answer)
-        except Exception:
-            code = 1
-            text = pickle.dumps((False, traceback.format_exc()))
         sys.stdout.flush()
         sys.stderr.flush()
-        with open(writer, "wb") as file:
-            file.write(text)
+        try:
+            writer.send(answer)
+        except Exception:
+            code = 1
+            writer.send((False, traceback.format_exc()))
         while code == 0:
             signal.pause()  # until all have answered: rank 0 holds the store
         os._exit(code)

@@ -2,9 +2,10 @@
 would pay for importing torch again. What it starts has a session, signal handlers, environment and exit of
 its own, as after an exec.
 
-Speaks JSON lines: {"id", "argv", "env", "cwd", "out"} in; {"id", "pid"} out, and {"id", "code"} once that
-process has ended. argv[0] is a script of Python, "-m" before a module's name, or the word torchrun: then the
-workers are forked from the agent in the same way, and so is the fork server of launch/torchrun.py.
+A line of JSON asks for one: {"argv", "env", "cwd", "out"}. The answer is its pid, and the file OUT.code has
+its exit code once it has ended. argv[0] is a script of Python, "-m" before a module's name, or the word
+torchrun: then the workers are forked from the agent in the same way, and so is the fork server of
+launch/torchrun.py.
 """
 
 import atexit
@@ -23,9 +24,10 @@ import tempfile
 import threading
 import traceback
 import types
+from pathlib import Path
 
 import pages
-from jobs import alive
+from police import alive
 
 ROOT = os.path.abspath(f"{__file__}/../../..")
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD")
@@ -72,7 +74,6 @@ def become(argv, env, cwd, gate=None, new_session=True):
     try:
         if new_session:
             os.setsid()
-        signal.set_wakeup_fd(-1)
         for name in HANDLED:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,6 +88,7 @@ def become(argv, env, cwd, gate=None, new_session=True):
         os.chdir(cwd or ".")
         sys.argv = argv
         subprocess.Popen = Forked
+        own = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
         if argv[0] == "torchrun":
             import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
             from torch.distributed.elastic.multiprocessing.api import PContext
@@ -96,14 +98,12 @@ def become(argv, env, cwd, gate=None, new_session=True):
             PContext.start = functools.partialmethod(start_together, PContext.start)
             main()
         elif argv[0] == "-m":
-            sys.path[:1] = [cwd or "."]
-            sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+            sys.path[:1] = [cwd or ".", *own]
             sys.argv = argv[1:]
             forget_another_common(".")
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
             multiprocessing.util.spawnv_passfds = fork_python
-            own = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
             beside = [] if "PYTHONSAFEPATH" in env else [os.path.dirname(os.path.abspath(argv[0]))]
             sys.path[:1] = [*beside, *own]
             forget_another_common(argv[0])
@@ -174,50 +174,36 @@ def main():
 
     sys.path.remove(ROOT)
     pages.gather()
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    say = os.fdopen(os.dup(1), "w", buffering=1)
-    buffered = b""
-    ids = {}
-    print(json.dumps({"ready": os.getpid()}), file=say)
+    print("ready", flush=True)
+    running = {}  # {process: where its output goes}
     while True:
-        ready = select.select([0, reader], [], [])[0]
-        if reader in ready:
-            os.read(reader, 4096)
-        if 0 in ready:
-            data = os.read(0, 1 << 16)
-            if not data:  # the test is over: it has ended what it started, unless it was killed itself
+        if select.select([0], [], [], 0.02 if running else None)[0]:
+            line = sys.stdin.readline()
+            if not line:  # the test is over: it has ended what it started, unless it was killed itself
                 for pid in alive(os.environ["JOBS_TOKEN"]):
                     if pid != os.getpid():
                         os.kill(pid, signal.SIGKILL)
                 return
-            *lines, buffered = (buffered + data).split(b"\n")
-            for line in lines:
-                started = _start(json.loads(line))
-                ids[started["pid"]] = started["id"]
-                print(json.dumps(started), file=say)
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if not pid:
-                break
-            print(json.dumps({"id": ids[pid], "code": os.waitstatus_to_exitcode(status)}), file=say)
+            request = json.loads(line)
+            pid = _start(request)
+            running[pid] = request["out"]
+            print(pid, flush=True)
+        for pid, out in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                Path(f"{out}.code").write_text(str(os.waitstatus_to_exitcode(status)))
+                del running[pid]
 
 
 def _start(request):
-    pid = os.fork()
-    if pid == 0:
-        out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for fd, wanted in ((nothing, 0), (out, 1), (out, 2)):
-            os.dup2(fd, wanted)
-        os.closerange(3, 256)
-        become(request["argv"], request["env"], request["cwd"])
-    return {"id": request["id"], "pid": pid}
+    if pid := os.fork():
+        return pid
+    out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, wanted in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(fd, wanted)
+    os.closerange(3, 256)
+    become(request["argv"], request["env"], request["cwd"])
 
 
 if __name__ == "__main__":
