@@ -116,10 +116,8 @@ def test_crops_move_by_up_to_four_pixels_each_way_and_half_are_mirrored():
     x[:, :, 6, 7] = 50
     moved = crop_flip(x, (torch.arange(162) + 0.5) / 162)
     assert torch.equal(moved[:, 0], moved[:, 1])
-    found = set()
-    for picture in moved[:, 0]:
-        ((row, column),) = (picture == 100).nonzero().tolist()
-        ((_, beside),) = (picture == 50).nonzero().tolist()
-        found.add((row, column, beside - column))
+    # where the bright pixel is, and on which side of it the dim one
+    bright, dim = ((moved[:, 0] == value).flatten(1).nonzero()[:, 1].tolist() for value in (100, 50))
+    found = {(*divmod(at, 13), beside - at) for at, beside in zip(bright, dim, strict=True)}
     places = range(2, 11)
     assert found == {(row, column, side) for row in places for column in places for side in (-1, 1)}

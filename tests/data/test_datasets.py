@@ -272,15 +272,3 @@ def test_what_is_opened_before_a_fork_is_the_same_data_and_is_not_opened_again(f
         PRELOADED.clear()
     assert data.fingerprint == fresh.fingerprint and len(data.train) == len(fresh.train)
     assert all(map(torch.equal, data.train.fetch([0, 3], 1, True), fresh.train.fetch([0, 3], 1, True)))
-
-
-def test_a_fork_makes_its_threads_before_two_ask_for_them(monkeypatch):
-    """Torch makes their pool anew without a lock: processes aborted now and then."""
-    at_fork = []
-    monkeypatch.setattr(os, "register_at_fork", lambda after_in_child: at_fork.append(after_in_child))
-    preload(Options(dataset="random:8x2"))
-    PRELOADED.clear()
-    made = []
-    monkeypatch.setattr(torch, "set_num_threads", made.append)
-    at_fork[0]()
-    assert made == [torch.get_num_threads()]

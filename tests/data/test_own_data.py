@@ -147,12 +147,6 @@ def test_what_cannot_be_trained_on_is_told_in_three_lines_at_the_start_or_when_i
         list(batches(data.train, ElasticSampler(data.train, 4), opts))
 
 
-def test_with_bad_samples_skip_a_collate_may_leave_samples_out(tmp_path):
-    text = "class It(Rows):\n def collate(s, b): return default_collate([x for x in b if x[1] < 2] or b[:1])"
-    data = load(mine(tmp_path, both(text)), bad_samples="skip")
-    assert len(data.train.fetch([0, 1, 2, 3])[1]) == 3
-
-
 # ---- data drawn without a seed ----
 DRAWN = "def make():\n x = {draw}\n return x, torch.arange(9) % 3, x, torch.arange(9) % 3"
 

@@ -59,44 +59,10 @@ def test_a_store_whose_log_is_full_serves_until_it_is_asked_to_end(jobs):
     assert job.wait() in (0, -signal.SIGTERM)  # it may not yet have blocked the signal
 
 
-# ---- a machine that lacks what a launcher needs ---------------------------------------------------
-def test_a_launcher_without_a_temporary_folder_says_so(jobs, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import tempfile\ndef nowhere():\n    raise FileNotFoundError(2, 'No usable temporary directory')\n"
-        "tempfile.gettempdir = nowhere\n"
-    )
-    said = jobs.start(LAUNCH / "torchrun.py", *TRAIN, cold=True, PYTHONPATH=str(tmp_path)).ends_with(2)
-    assert "needs a temporary folder" in said and "TMPDIR" in said and len(said.splitlines()) <= 3, said
-
-
-GONE = """
-import shutil, sys
-from launch import agent, torchrun
-settle = agent.settle
-def remove(args, folder):
-    shutil.rmtree(folder)
-    raise FileNotFoundError(2, "No such file or directory")
-agent.settle = remove
-sys.exit(torchrun.main(sys.argv[1:]))
-"""
-
-
-def test_a_launchers_folder_that_is_cleaned_away_is_named_and_another_start_may_help(jobs, tmp_path):
-    (tmp_path / "gone.py").write_text(GONE)
-    said = jobs.start(tmp_path / "gone.py", *TRAIN, PYTHONPATH=str(ROOT)).ends_with(1)
-    assert "torchelastic_" in said and "was removed" in said, said
-
-
-def test_a_machines_name_that_is_too_long_for_dns_is_no_obstacle(monkeypatch):
-    monkeypatch.setattr(socket, "getfqdn", lambda: "n" * 64)
-    agent.address_towards("192.0.2.9:29400")
-
-
 def test_the_launchers_time_for_a_save_is_what_the_flag_says(monkeypatch, tmp_path):
     parser = agent.get_args_parser()
     if "--shutdown-timeout" not in parser.format_help():
         pytest.skip("newer than this torch")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    for words, seconds in (([], "600"), (["--shutdown-timeout=1234"], "1234")):
-        agent.settle(parser.parse_args([*words, "train.py"]), str(tmp_path))
-        assert os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == seconds
+    agent.settle(parser.parse_args(["--shutdown-timeout=1234", "train.py"]), str(tmp_path))
+    assert os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "1234"

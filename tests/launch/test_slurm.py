@@ -6,8 +6,6 @@ import subprocess
 import pytest
 from jobs import ROOT
 
-from common.errors import note_reason
-
 SCRIPT = ROOT / "launch/slurm.sbatch"
 SRUN = """#!/usr/bin/env bash
 leave() { exit "$CODE"; }
@@ -127,12 +125,3 @@ def test_a_log_on_a_full_disk_stops_no_job(slurm):
 
 def test_a_store_that_does_not_start_ends_the_job_before_any_agent_is_started(slurm):
     assert slurm(nodes=2, STORE="broken") == (2, [])
-
-
-def test_why_a_training_ends_is_written_on_the_node_that_asked_for_it_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("TERMINATION_LOG", f"{tmp_path}/log")
-    note_reason("of another node")
-    assert not (tmp_path / "log").exists()
-    (tmp_path / "log").touch()
-    note_reason("of this one")
-    assert (tmp_path / "log").read_text() == "of this one\n"

@@ -5,12 +5,12 @@ import os
 import re
 import socket
 import stat
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from jobs import PACED, ROOT, free_port, ran, rows
@@ -186,11 +186,9 @@ def test_a_run_on_another_machine_is_not_called_training_for_ever(tmp_path, caps
     assert ": silent at" in said and "last heard of 0:11:40 ago, from x, y: look there" in said
 
 
-def test_the_next_life_names_the_machine_that_died_and_a_damaged_line_of_the_last_one_ends_no_start(
-    jobs, run
-):
+def test_the_next_life_names_the_machine_that_died(jobs, run):
     def train(steps):
-        words = [*PACED, f"--run-dir={run}", "--lr-schedule=cosine", f"--max-steps={steps}"]
+        words = [*PACED, f"--run-dir={run}", f"--max-steps={steps}"]
         return jobs.python("train_ddp.py", *words, TORCHELASTIC_RUN_ID="one job", PACE="0").ends_with(0)
 
     train(2)
@@ -199,8 +197,6 @@ def test_the_next_life_names_the_machine_that_died_and_a_damaged_line_of_the_las
     path.write_text("\n".join(kept).replace(json.dumps([socket.gethostname()]), '["node3"]') + "\n")
     lost = "\nrank 0 on node3 ended without a word (killed, or its machine is gone)\nresuming"
     assert lost in train(3)
-    path.write_text(path.read_text().replace('"epochs"', '"epochz"'))
-    train(4)
 
 
 def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path, capsys):
@@ -219,18 +215,16 @@ def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path,
 
 def test_each_machine_writes_a_file_of_its_own_and_all_are_read_as_one(tmp_path, monkeypatch, now):
     """Two clients of NFS that append to one file overwrite each other's lines."""
-    ledgers = {}
-    for rank, local_rank, host in ((0, 0, "x"), (1, 1, "x"), (2, 0, "y"), (3, 1, "y")):
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        ledgers[rank] = Ledger(tmp_path, rank, local_rank)
+    monkeypatch.setattr(socket, "gethostname", lambda: "y")
+    ledgers = {rank: Ledger(tmp_path, rank, local_rank) for rank, local_rank in enumerate((0, 1, 0, 1))}
     for life in ("aa", "bb"):
-        now.seconds += 1
         ledgers[0].event("life", life=life, step=0, world=4)
         for rank in (2, 0, 3, 1):
             now.seconds += 1
             ledgers[rank].event("left", life=life, stepped=0)
+        now.seconds += 1
     assert sorted(os.listdir(tmp_path)) == ["ledger-y.jsonl", "ledger.jsonl"]
-    for lives in (lives_of(tmp_path), [*newest_lives(tmp_path)]):
+    for lives in (lives_of(tmp_path), newest_lives(tmp_path)):
         assert [[event["rank"] for event in named(life, "left")] for life in lives] == [[2, 0, 3, 1]] * 2
 
 
@@ -275,12 +269,12 @@ def test_what_is_no_file_keeps_no_start_and_no_step_waiting_and_ends_none(tmp_pa
 def test_a_start_reads_the_last_lives_of_a_ledger_and_not_the_clock_of_months(tmp_path, monkeypatch):
     entries = [at(t, "steps", life="bb", step=50) for t in range(1069, 4000)]
     write(tmp_path, *KILLED[:8] * 300, *KILLED[8:10], *entries)
-    parsed = []
-    monkeypatch.setattr("json.loads", lambda text, loads=json.loads: parsed.append(1) or loads(text))
+    parse = Mock(side_effect=json.loads)
+    monkeypatch.setattr("json.loads", parse)
     lives = newest_lives(tmp_path)
     assert next(lives) == [*KILLED[8:10], entries[-1]], "it tells when a life was heard of last"
     assert next(lives) == [event for event in KILLED[:8] if event["event"] != "steps"]
-    assert len(parsed) < 20
+    assert parse.call_count < 20
 
 
 @pytest.fixture
@@ -320,35 +314,18 @@ def test_an_old_life_has_an_entry_a_minute_and_loses_no_second_though_its_wall_c
     assert sum(seconds) == 7199 and max(seconds) <= 61 and 300 < len(entries) < 500
 
 
-def test_a_clock_needs_no_proc(monkeypatch):
-    monkeypatch.setattr("common.place._state", lambda pid: (None, None))
-    assert abs(Clock().began - time.time()) < 60
-
-
-def page_of(run):
-    """(the text, its data)."""
-    assert main([str(run), "--html=page"]) == 0
-    text = Path("page").read_text()
-    return text, json.loads(text.partition("const run = ")[2].partition("\n")[0])
-
-
 def test_the_page_of_a_run_holds_its_curves_deaths_and_lives_and_asks_for_nothing_else(tmp_path):
-    write(tmp_path, *KILLED)
+    """The seconds until the next command was typed are no price of a death: they are left out of its bars."""
+    write(tmp_path, *KILLED[:8], KILLED[8] | {"job": "another"}, *KILLED[9:])
     rows = "".join(f'{{"step": {step}, "epoch": 1, "loss": 0.5}}\n' for step in range(9000))
     (tmp_path / "metrics.jsonl").write_text(rows)
-    text, data = page_of(tmp_path)
+    assert main([str(tmp_path), "--html=page"]) == 0
+    text = Path("page").read_text()
+    data = json.loads(text.partition("const run = ")[2].partition("\n")[0])
     assert data["rows"][0]["loss"] == 0.5 and 2000 < len(data["rows"]) <= 4000
     assert [len(data[name]) for name in ("lives", "deaths", "rescues")] == [2, 1, 1]
+    assert [data["paused_s"], data["wall_s"], data["buckets"]["down"]] == [1, 100, 0]
     assert text.count("http") == 1 and "src=" not in text  # the name space of SVG
-
-
-@pytest.mark.parametrize("job, paused", [("j", 0), ("another", 1)])
-def test_the_bars_of_the_page_leave_out_the_seconds_until_the_next_command_was_typed(tmp_path, job, paused):
-    """They are no price of a death; a restart by the launcher is one."""
-    write(tmp_path, *KILLED[:8], KILLED[8] | {"job": job}, *KILLED[9:])
-    _, data = page_of(tmp_path)
-    assert (data["paused_s"], data["wall_s"]) == (paused, 101 - paused)
-    assert data["buckets"]["down"] == data["lives"][1]["buckets"]["down"] == 1 - paused
 
 
 def test_events_are_private_lines_a_torn_one_joins_no_other_and_a_planted_link_is_not_followed(
@@ -379,15 +356,3 @@ def test_lines_of_many_writers_do_not_mix(tmp_path):
     fork_ranks(4, write_many, tmp_path)
     steps = Counter(line["step"] for line in read(tmp_path / "ledger.jsonl"))
     assert steps == dict.fromkeys(range(200), 4)
-
-
-def test_a_command_survives_a_reader_that_leaves_and_any_encoding(tmp_path):
-    run = tmp_path / "\u6f22"
-    run.mkdir()
-    write(run, *KILLED)
-    ours, theirs = os.pipe()
-    os.close(ours)
-    command = [sys.executable, "-m", "common.ledger", run]
-    latin = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run(command, cwd=ROOT, stdout=theirs, stderr=-1, env=latin, timeout=300)
-    assert (done.returncode, done.stderr) == (141, b"")

@@ -251,20 +251,6 @@ def test_flags_of_a_net_in_parts_are_refused_with_the_way_to_keep_its_weights(ca
     assert "a process holds a whole net" in words and "--export FILE" in words and "--init-from" in words
 
 
-@pytest.mark.parametrize(
-    "environ, voices",
-    [
-        ({"RANK": "1", "LOCAL_RANK": "1"}, 0),
-        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),  # another machine has a log of its own
-    ],
-)
-def test_a_wrong_flag_is_told_once_per_machine(capsys, monkeypatch, environ, voices):
-    set_environment(monkeypatch, TORCHRUN | environ)
-    with pytest.raises(SystemExit, match="2"):
-        parse("--lr", "nan")
-    assert capsys.readouterr().err.count("error:") == voices
-
-
 # ---- the guard ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "error, word",

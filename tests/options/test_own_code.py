@@ -12,9 +12,8 @@ from refusals import refusal
 from stores import a_life, new_store, options, save, tiny_state, two_checkpoints
 
 from common.extras.own_files import is_marked
-from common.extras.rehearsed import was_rehearsed
 from common.ledger import Ledger
-from common.options import Options, commit, parse_options
+from common.options import commit, parse_options
 from common.options.options import read_run
 from common.options.user import code_of, text_of
 from common.sealed import marked, own_key, sealed, unsealed
@@ -45,17 +44,6 @@ def test_a_mark_is_of_each_value_and_of_this_key(config):
     assert not is_marked({"options": {}}) and not is_marked({"options": {}, "mark": ""})
     (config / "train_ddp/key").unlink()
     assert not is_marked(value)
-
-
-def test_without_a_home_no_run_is_known_as_ones_own_and_training_begins_all_the_same(
-    tmp_path, config, monkeypatch
-):
-    config.write_text("a file, so that no folder can be made")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", lambda: Path("~nobody_at_all").expanduser())
-    assert not was_rehearsed(Options())
-    opts, _ = two_checkpoints(tmp_path)
-    assert not is_marked(read_run(opts.run_dir))
 
 
 @pytest.fixture
