@@ -33,8 +33,7 @@ def net(data): return torch.nn.Linear(6, 3)
 """
 
 
-class Marked(list):
-    fingerprint = "b"
+TAKE = "class It(Rows):\n def __getitem__(s, i): return"
 
 
 def mine(folder, text):
@@ -69,55 +68,51 @@ def test_a_users_function_may_return_what_is_at_hand(tmp_path, text, shape, clas
 
 @pytest.mark.parametrize("label", ["float(i % 2)", "bool(i % 2)", "np.int32(i % 2)"])
 def test_labels_that_are_whole_numbers_of_another_type_count(tmp_path, label):
-    text = f"class It(Rows):\n def __getitem__(s, i): return torch.ones(2), {label}"
-    assert load(mine(tmp_path, both(text))).train.fetch([0, 1, 2])[1].tolist() == [0, 1, 0]
+    data = load(mine(tmp_path, both(f"{TAKE} torch.ones(2), {label}")))
+    assert data.train.fetch([0, 1, 2])[1].tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "def make(): return (X[None], torch.tensor([0])) * 2",
-        "class It(Rows):\n def __getitem__(s, i): return X, 0\ndef make(): return It(3), It(3)",
-    ],
+    ["def make(): return (X[None], torch.tensor([0])) * 2", f"{TAKE} X, 0\ndef make(): return It(3), It(3)"],
 )
-def test_a_users_pictures_in_bytes_are_scaled_to_one_and_other_features_are_not(tmp_path, text):
-    for kind, scale in (("[[[0, 51, 255]]]", 255), ("[0, 51, 255]", 1)):
-        x = load(mine(tmp_path / str(scale), f"X = torch.tensor({kind}).byte()\n{text}")).train.fetch([0])[0]
-        torch.testing.assert_close(x.flatten(), torch.tensor([0.0, 51.0, 255.0]) / scale)
+@pytest.mark.parametrize("x, scale", [("[[[0, 51, 255]]]", 255), ("[0, 51, 255]", 1)])
+def test_a_users_pictures_in_bytes_are_scaled_to_one_and_other_features_are_not(tmp_path, text, x, scale):
+    found = load(mine(tmp_path, f"X = torch.tensor({x}).byte()\n{text}")).train.fetch([0])[0]
+    torch.testing.assert_close(found.flatten(), torch.tensor([0.0, 51.0, 255.0]) / scale)
+
+
+def marks_of(folder, *texts):
+    """The fingerprints of these data."""
+    return [load(mine(folder / str(number), text)).fingerprint for number, text in enumerate(texts)]
 
 
 def test_one_changed_bit_of_tensors_changes_the_fingerprint(tmp_path):
-    marks = set()
-    changes = "", "x[3, 1] += 1e-7", "y[2] ^= 1", "x, y = x[:4], y[:4]", "xt[0] = 1"
-    for number, change in enumerate(changes):
-        text = (
-            "def make():\n x, y, xt = torch.ones(5, 2), torch.arange(5) % 2, torch.zeros(1, 2)\n "
-            f"{change}\n return x, y, xt, torch.tensor([0])"
-        )
-        name = mine(tmp_path / str(number), text)
-        marks.add(load(name).fingerprint)
-        assert load(name).fingerprint in marks
-    assert len(marks) == 5
+    text = (
+        "def make():\n x, y, xt = torch.ones(5, 2), torch.arange(5) % 2, torch.zeros(1, 2)\n "
+        "{}\n return x, y, xt, torch.tensor([0])"
+    )
+    changes = "", "", "x[3, 1] += 1e-7", "y[2] ^= 1", "x, y = x[:4], y[:4]", "xt[0] = 1"
+    first, *marks = marks_of(tmp_path, *map(text.format, changes))
+    assert first == marks[0] and len({*marks}) == 5
 
 
 def test_the_fingerprint_of_a_users_dataset_sees_other_labels_and_contents_but_no_last_bits(tmp_path):
-    def mark(change):
-        text = f"class It(Rows):\n def __getitem__(s, i): return torch.full((2,), {change}"
-        return load(mine(tmp_path / str(len(list(tmp_path.iterdir()))), both(text))).fingerprint
-
-    plain = mark("float(i)), i % 3")
-    assert mark("float(i)), i % 3") == mark("i * (1 + 1e-6)), i % 3") == plain
-    assert len({plain, mark("i + 1.0), i % 3"), mark("float(i)), (i + 1) % 3")}) == 3
-    named = mine(tmp_path / "x", "def make(): return Rows(9, fingerprint='a'), Rows(3)")
-    assert load(named).fingerprint == "a"
-    of_a_loop = Marked([(torch.zeros(2), 0)] * 3)
-    opts = Options(dataset="Marked", task="the script")
-    assert load_data(opts, (of_a_loop, of_a_loop)).fingerprint == "b"
+    """Samples that are others each time they are read are no other data; the rehearsal names them."""
+    samples = "float(i)), i % 3", "i * (1 + 1e-6)), i % 3", "i + 1.0), i % 3", "float(i)), (i + 1) % 3"
+    fresh = f"{TAKE} np.random.default_rng().random(6), 1"
+    plain, near, *others, drawn, again, own = marks_of(
+        tmp_path,
+        *(both(f"{TAKE} torch.full((2,), {sample}") for sample in samples),
+        both(fresh),
+        both(fresh),
+        "def make(): return Rows(9, fingerprint='a'), Rows(3)",
+    )
+    assert plain == near and len({plain, *others}) == 3 and drawn == again and own == "a"
 
 
 ITERABLE = "class It(IterableDataset):\n def __init__(s, n): pass\n def __iter__(s): return iter([(s, 0)])"
 LABEL = "class It(Dicts):\n def label(s, i): return"
-TAKE = "class It(Rows):\n def __getitem__(s, i): return"
 
 
 @pytest.mark.parametrize(
@@ -152,12 +147,6 @@ def test_what_cannot_be_trained_on_is_told_in_three_lines_at_the_start_or_when_i
         list(batches(data.train, ElasticSampler(data.train, 4), opts))
 
 
-def test_with_bad_samples_skip_a_collate_may_leave_samples_out(tmp_path):
-    text = "class It(Rows):\n def collate(s, b): return default_collate([x for x in b if x[1] < 2] or b[:1])"
-    data = load(mine(tmp_path, both(text)), bad_samples="skip")
-    assert len(data.train.fetch([0, 1, 2, 3])[1]) == 3
-
-
 # ---- data drawn without a seed ----
 DRAWN = "def make():\n x = {draw}\n return x, torch.arange(9) % 3, x, torch.arange(9) % 3"
 
@@ -178,14 +167,7 @@ def test_data_that_differs_between_ranks_is_refused_at_the_first_start_with_the_
     jobs, tmp_path, run
 ):
     name = mine(tmp_path, DRAWN.format(draw="torch.tensor(np.random.default_rng().random((9, 6))).float()"))
-    for launcher in ("torchrun", ROOT / "launch/torchrun.py"):
-        words = ["--model=mlp", f"--dataset={name}", f"--run-dir={run}"]
-        job = jobs.start(launcher, "--nproc_per_node=2", ROOT / "train_ddp.py", *words)
-        assert job.wait() and "rank 0 has data" in job.output, job.output
-        assert "seed what is drawn" in job.output and "numpy.random.default_rng(0)" in job.output
-
-
-def test_samples_that_are_others_each_time_they_are_read_are_no_other_data_at_a_restart(tmp_path):
-    """The rehearsal names them (FreshGenerator in tests/rehearse/wrong.py); a run of them resumes."""
-    name = mine(tmp_path, both(f"{TAKE} np.random.default_rng().random(6), 1"))
-    assert load(name).fingerprint == load(name).fingerprint
+    flags = ["--model=mlp", f"--dataset={name}", f"--run-dir={run}"]
+    job = jobs.python("launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py", *flags)
+    assert job.wait() and "rank 0 has data" in job.output, job.output
+    assert "seed what is drawn" in job.output and "numpy.random.default_rng(0)" in job.output

@@ -30,20 +30,15 @@ def plain(data): return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3
 
 
 def flags(folder, bad=BAD, net="plain", **more):
+    folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(ROWS.format(bad=bad))
-    return {
-        "model": f"{folder}/mine.py:{net}",
-        "dataset": f"{folder}/mine.py:data",
-        "bad_samples": "skip",
-        "global_batch_size": 20,
-        "workers": 0,
-        "device": "cpu",
-        "log_every": 1,
-    } | more
+    place = f"{folder}/mine.py"
+    given = {"model": f"{place}:{net}", "dataset": f"{place}:data", "bad_samples": "skip", "workers": 0}
+    return given | {"global_batch_size": 20, "device": "cpu", "log_every": 1, "audit": True} | more
 
 
 def test_kills_and_other_worlds_leave_no_trace_though_samples_are_missing(tmp_path):
-    given = flags(tmp_path, net="pairs", workers=2, virtual_ranks=4, audit=True, epochs=2)
+    given = flags(tmp_path, net="pairs", workers=2, virtual_ranks=4, epochs=2)
     unbroken = run(tmp_path / "unbroken", 1, given)
     kills = [(2, 1, 3, "within"), (4, 0, 7, "before")]
     assert through_kills(tmp_path / "killed", given, kills, 3) == unbroken
@@ -57,15 +52,12 @@ def test_a_slice_or_a_share_of_bad_samples_alone_is_one_without_samples(tmp_path
     given = flags(tmp_path, bad=set(range(7, 100)), global_batch_size=4, epochs=1)
     sliced = given | {"virtual_ranks": 4}
     assert run(tmp_path / "a", 4, sliced) == run(tmp_path / "b", 1, sliced)
-    run(tmp_path / "c", 3, given | {"virtual_ranks": 0, "audit": True})
+    run(tmp_path / "c", 3, given)
     assert audit(tmp_path / "c") == CLEAN
 
 
 def test_without_the_flag_a_bad_sample_is_an_error_and_so_is_a_dataset_of_bad_ones_with_it(tmp_path):
-    given = flags(tmp_path)
-    other = tmp_path / "other"
-    other.mkdir()
     with refusal("sample 3: ValueError: row 3 is torn"):
-        load_data(Options(**given | {"bad_samples": "stop"})).train.fetch([3])
+        load_data(Options(**flags(tmp_path, bad_samples="stop"))).train.fetch([3])
     with refusal("none of its 100 samples"):
-        load_data(Options(**flags(other, bad="range(1000)")))
+        load_data(Options(**flags(tmp_path / "other", bad="range(1000)")))

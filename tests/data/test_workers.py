@@ -1,3 +1,5 @@
+"""What ends with a loading process, and what a loading process ends with."""
+
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -9,11 +11,11 @@ import pytest
 import torch
 from jobs import ROOT, TESTS, until
 from ranks import fork_ranks
+from refusals import refusal
 from test_data import Noisy, options
 from test_rescue import a_run
 
 from common.data import batches
-from common.errors import UserError
 from common.extras.own_data import DatasetSamples
 from common.extras.workers import shelter
 from common.rescue import Rescue
@@ -21,51 +23,46 @@ from common.sampler import ElasticSampler
 
 
 class Trouble(Noisy):
-    def __init__(self, n, what):
-        self.n = n
-        self.what = what
+    """Sample 5 does this."""
+
+    def __init__(self, act):
+        super().__init__(12)
+        self.act = act
 
     def __getitem__(self, i):
         if i == 5:
-            return self.what()
+            self.act()
         return torch.zeros(2), 0
 
 
-def trouble(what):
-    return DatasetSamples(Trouble(12, what), options("trouble"), None)
-
-
-def drain(split, **changed):
-    for _ in batches(split, ElasticSampler(len(split), 2), options("trouble", **changed)):
-        pass
+def batches_of(act, workers):
+    split = DatasetSamples(Trouble(act), options("trouble"), None)
+    return batches(split, ElasticSampler(len(split), 2), options("trouble", workers=workers))
 
 
 @pytest.mark.parametrize("error", [None, EOFError, ConnectionResetError])
 def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence(monkeypatch, error):
     if error:  # it dies while it hands a tensor over
         monkeypatch.setattr(multiprocessing.connection, "answer_challenge", Mock(side_effect=error))
-    before = signal.getsignal(signal.SIGCHLD)
-    split = trouble(lambda: signal.raise_signal(signal.SIGKILL))
-    found = batches(split, ElasticSampler(len(split), 2), options("trouble", workers=2))
-    with pytest.raises(UserError, match="its loading process"):
-        for _ in found:
-            # no handler that raises in the midst of an update
-            assert signal.getsignal(signal.SIGCHLD) == before
-    assert signal.getsignal(signal.SIGCHLD) == before
+    handlers = [signal.getsignal(signal.SIGCHLD)]  # none may raise in the midst of an update
+    with refusal("its loading process", code=1):
+        for _ in batches_of(lambda: signal.raise_signal(signal.SIGKILL), 2):
+            handlers.append(signal.getsignal(signal.SIGCHLD))
+    handlers.append(signal.getsignal(signal.SIGCHLD))
+    assert len({*handlers}) == 1
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_signal_to_a_worker_alone_is_no_signal_to_its_rank(name, run):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_to_a_worker_alone_is_no_signal_to_its_rank(number, run):
     """A forked process inherits the wake-up pipe of its rank's Rescue: the rank would believe that it was
     asked to stop.
     """
 
     def live(world):
-        state, store = a_run(world, run)
+        _, store = a_run(world, run)
         with Rescue(store) as rescue:
-            drain(
-                trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)), workers=1
-            )
+            for _ in batches_of(lambda: signal.raise_signal(number), 1):
+                pass
         return rescue.asked
 
     assert fork_ranks(1, live) == [""]

@@ -2,26 +2,24 @@
 
 import base64
 import contextlib
-import multiprocessing
 import os
 import pickle
-import re
 import signal
 import threading
 import time
 from datetime import datetime, timezone
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from jobs import CLEAN, PACED, ROOT, audit, family, free_port, lives, until
 from ranks import fork_ranks
+from refusals import refusal
 from stores import child
-from torch.distributed.elastic.agent.server import local_elastic_agent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as processes_api
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
 
-from common.errors import UserError
-from launch.agent import Agent, Forks, Signals, replace_names
+from launch.agent import Agent, Forks, replace_names
 
 DIES = """
 import os, signal
@@ -74,9 +72,9 @@ def machine(jobs, place, script, *flags, nodes="1:3", conf="", **env):
         "--nproc_per_node=1",
         "--rdzv_backend=c10d",
         "--rdzv_id=job",
+        "--local_addr=127.0.0.1",
         f"--rdzv_endpoint={place}",
         f"--rdzv_conf=is_host=0,keep_alive_interval=1{conf}",
-        "--local_addr=127.0.0.1",
         script,
         *flags,
         PACE="0.02",
@@ -85,12 +83,7 @@ def machine(jobs, place, script, *flags, nodes="1:3", conf="", **env):
 
 
 def handler(place, address="0.0.0.0"):
-    conf = {
-        "is_host": "0",
-        "last_call_timeout": "1",
-        "keep_alive_interval": "1",
-        "keep_alive_max_attempt": "3",
-    }
+    conf = dict(is_host="0", last_call_timeout="1", keep_alive_interval="1", keep_alive_max_attempt="3")
     return registry.get_rendezvous_handler(
         RendezvousParameters("c10d", place, "job", 1, 3, local_addr=address, **conf)
     )
@@ -99,16 +92,9 @@ def handler(place, address="0.0.0.0"):
 def dies_as_all_have_come(place, address):
     """Its address orders it among the machines."""
     one = handler(place, address)
-    eye = handler(place, address)
-
-    def wait_for(count):
-        while len(eye._state_holder.state.participants) < count:
-            eye._state_holder.sync()
-            time.sleep(0.01)
-
-    wait_for(2)
+    until(lambda: len(known(place).participants) == 2, "the others")
     threading.Thread(target=one.next_rendezvous, daemon=True).start()
-    wait_for(3)
+    until(lambda: len(known(place).participants) == 3, "itself")
     os._exit(0)
 
 
@@ -157,14 +143,14 @@ def known(place):
 
 def silence(place, who=lambda node: True):
     """Nothing was heard of these machines for a minute, as if the store, or they, had been stopped."""
-    eye = handler(place)
+    holder = handler(place)._state_holder
     while True:
-        eye._state_holder._last_sync_time = -1
-        eye._state_holder.sync()
-        beats = eye._state_holder.state.last_heartbeats
+        holder._last_sync_time = -1
+        holder.sync()
+        beats = holder.state.last_heartbeats
         beats.update((node, datetime.fromtimestamp(0, timezone.utc)) for node in beats if who(node))
-        eye._state_holder.mark_dirty()
-        if eye._state_holder.sync():
+        holder.mark_dirty()
+        if holder.sync():
             return
 
 
@@ -212,11 +198,9 @@ def test_a_machine_that_was_not_needed_ends_well_and_waits_longer_than_for_a_mee
     nodes = [machine(jobs, place, waits, nodes="1:2") for _ in range(2)]
     begun(waits, 2, 2)
     spare = machine(jobs, place, waits, nodes="1:2", conf=",join_timeout=1")
-    last = time.monotonic() + 2
-    while time.monotonic() < last:  # it must come again
-        it = until(lambda: known(place).redundancy_list, "the third machine")
-        silence(place, lambda node: node in it)  # noqa: B023
     until(lambda: known(place).redundancy_list, "the third machine")
+    last = time.monotonic() + 2  # twice as long as it would wait for a meeting
+    until(lambda: time.monotonic() > last or spare.poll() is not None, "a while")
     end(waits)
     assert_all_end([*nodes, spare], (0, 0, 0))
 
@@ -262,43 +246,28 @@ def test_a_wrong_machine_is_refused_before_it_joins_and_the_others_train_on(jobs
     assert len(lives(tmp_path / "run")) == count
 
 
-class Beats:
-    """A store in which a machine beats every tenth of a second, by a clock that is ahead or behind."""
+@pytest.mark.parametrize(
+    "ahead, alive, apart",
+    [
+        *((ahead, True, True) for ahead in (-8, -3.5, 3.5, 8, 3600)),
+        *((ahead, True, False) for ahead in (0, 2, -2)),
+        (-60, False, False),
+    ],
+)
+def test_machines_whose_clocks_differ_by_over_3_seconds_are_told_both_times(ahead, alive, apart):
+    """The other one beats every tenth of a second by its clock, or is dead."""
+    node = dynamic_rendezvous._NodeDesc("host7", 1, 1)
+    began = time.time()
 
-    def __init__(self, ahead, alive=True):
-        self.ahead = ahead
-        self.alive = alive
-        self.began = time.time()
+    def beats():
+        now = time.time() if alive else began
+        return {node: datetime.fromtimestamp(round(now + ahead, 1))}
 
-    def get_state(self):
-        now = time.time() if self.alive else self.began
-        state = dynamic_rendezvous._RendezvousState()
-        node = dynamic_rendezvous._NodeDesc("host7", 1, 1)
-        state.last_heartbeats[node] = datetime.fromtimestamp(round(now + self.ahead, 1), timezone.utc)
-        return pickle.dumps(state), None
-
-
-def compare_clocks(beats):
     agent = Agent.__new__(Agent)
-    agent._rdzv_handler = SimpleNamespace(
-        _state_holder=SimpleNamespace(_backend=beats),
-    )
-    agent.refuse_another_clock()
-
-
-@pytest.mark.parametrize("ahead", [-8, -3.5, 3.5, 8, 3600])
-def test_machines_whose_clocks_differ_by_over_3_seconds_are_told_both_times(ahead):
-    with pytest.raises(UserError) as refused:
-        compare_clocks(Beats(ahead))
-    said = str(refused.value)
-    told = re.match(r"the clock here says (.*), that of host7 (.*)\n", said).groups()
-    ours, theirs = (time.mktime(time.strptime(clock)) for clock in told)
-    assert abs(theirs - ours - ahead) < 2 and refused.value.code == 2
-
-
-@pytest.mark.parametrize("ahead, alive", [(0, True), (2, True), (-2, True), (-60, False)])
-def test_clocks_that_nearly_agree_and_machines_that_are_dead_are_none_of_these(ahead, alive):
-    compare_clocks(Beats(ahead, alive))
+    agent.beats = beats
+    both = r"the clock here says .{24}, that of host7 .{24}\n"
+    with refusal(both) if apart else contextlib.nullcontext():
+        agent.refuse_another_clock()
 
 
 def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, place, waits, pair):
@@ -311,24 +280,6 @@ def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, pl
     assert_all_end([*pair, late], (0, 0, 0))
 
 
-def test_a_signal_that_comes_as_torchs_clock_begins_is_a_stop_all_the_same(monkeypatch):
-    def run(agent, role):
-        try:
-            Signals.handle(signal.SIGTERM, None)
-        finally:
-            raise UnboundLocalError("start")
-
-    monkeypatch.setattr(local_elastic_agent.LocalElasticAgent, "run", run)
-    monkeypatch.setattr(Signals, "first", None)
-    agent = Agent.__new__(Agent)
-    asked = []
-    agent._shutdown = asked.append
-    agent.leave = lambda: None
-    with pytest.raises(SignalException):
-        agent.run()
-    assert asked == [signal.SIGTERM]
-
-
 def test_agents_of_one_name_and_one_process_number_as_in_two_containers_are_two_machines():
     def node(world):
         replace_names()
@@ -339,56 +290,31 @@ def test_agents_of_one_name_and_one_process_number_as_in_two_containers_are_two_
 
 class Evil:
     def __reduce__(self):
-        return os.mkdir, (f"{os.getcwd()}/run",)
+        return os.mkdir, (f"{os.getcwd()}/made",)
 
 
-def test_a_strangers_pickle_in_the_store_runs_no_code_and_ends_the_agent_with_a_line(
-    jobs, place, waits, tmp_path
-):
+def test_a_strangers_pickle_in_the_store_runs_no_code_and_ends_the_agent_with_a_line(jobs, place, waits):
     node = machine(jobs, place, waits)
     begun(waits, 1, 1)
     state = base64.b64encode(pickle.dumps(Evil())).decode()
     handler(place)._store.set("torch.rendezvous.job", state)
     said = node.ends_with(1)
-    assert "The rendezvous state is corrupt" in said and not (tmp_path / "run").exists(), said
+    assert "The rendezvous state is corrupt" in said and not (waits.parent / "made").exists(), said
 
 
-class OnlyOne:
-    """A process of a fork server that has no room for another."""
+def test_where_not_all_processes_of_the_next_life_can_begin_early_none_stays(monkeypatch):
+    """The next life would take those that are there for all."""
+    process = Mock()
 
-    begun = []
+    def fork_one(forks):
+        Forks.successors.append(process)
+        raise OSError("no room")
 
-    def __init__(self, target, args):
-        self.environment = args[1]
-
-    def start(self):
-        if self.begun:
-            raise OSError("no room")
-        self.begun.append(self)
-
-    def kill(self):
-        self.killed = True
-
-
-def test_where_not_all_processes_of_the_next_life_can_begin_early_none_stays(tmp_path, monkeypatch):
-    folder = tmp_path / "attempt_0/job"
-    folder.mkdir(parents=True)
-    (folder / "opened.0").touch()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=OnlyOne))
+    monkeypatch.setattr(Forks, "fork_successors", fork_one)
+    monkeypatch.setattr(Forks, "note_death", Mock())
+    monkeypatch.setattr(processes_api.SubprocessContext, "_poll", Mock())
     forks = object.__new__(Forks)
-    forks.alone = True
-    forks.nprocs = 2
-    forks.args = [["train.py"]] * 2
-    forks.envs = dict.fromkeys(range(2), {"TORCHELASTIC_RESTART_COUNT": "0"})
-    forks.stdouts = forks.stderrs = ["", ""]
-    forks.error_files = {rank: f"{folder}/attempt_0/{rank}/error.json" for rank in range(2)}
-    procs = [SimpleNamespace(poll=lambda code=code: code, pid=0) for code in (-9, None)]
-    forks.subprocess_handlers = {rank: SimpleNamespace(proc=proc) for rank, proc in enumerate(procs)}
-    forks._running_local_ranks = {0, 1}
-    forks._failures = {}
-    forks.entrypoint = ""
-    forks.close = lambda: None
-    assert [*forks._poll().failures] == [0]
-    (process,) = OnlyOne.begun
-    assert process.killed and not Forks.successors
-    assert process.environment["TORCHELASTIC_ERROR_FILE"] == f"{folder}/attempt_1/0/error.json"
+    killed = SimpleNamespace(proc=SimpleNamespace(poll=lambda: -9))
+    forks.subprocess_handlers = {0: killed}
+    forks._poll()
+    assert process.kill.called and not Forks.successors

@@ -40,42 +40,46 @@ while True:
 
 @pytest.fixture
 def ssh(jobs, tmp_path):
-    """Starts launch/ssh.sh in a session of its own, as from a terminal."""
+    """Starts launch/ssh.sh in a session of its own, as from a terminal; `notes` are those of its Pythons."""
     for name, text in (("ssh", FAKE_SSH), ("python", FAKE_PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    notes = tmp_path / "notes"
+    notes.touch()
     env = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PYTHON": f"{tmp_path}/python",
-        "NOTES": f"{tmp_path}/notes",
+        "NOTES": str(notes),
         "TMPDIR": str(tmp_path),
     }
 
     def begin(*words, program=SSH, **more):
         return jobs.start(*words, cold=True, program=program, **env, **more)
 
-    (tmp_path / "notes").touch()
-    begin.notes = lambda: [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    begin.notes = lambda: [json.loads(line) for line in notes.read_text().splitlines()]
     return begin
+
+
+STORE_LEFT = ["left", "launch/store.py"]
 
 
 def test_a_store_and_an_agent_on_each_machine_get_every_word_as_it_was_typed(ssh):
     job = ssh("a@one,two,three", "--run-dir", "$(touch x) 'b'  c", NPROC="8", MIN="2", PORT="777", CODE="0")
     job.ends_with(0)
+    until(lambda: STORE_LEFT in ssh.notes(), "the store's end")
     store, *agents = [note for note in ssh.notes() if note[0] != "left"]
-    assert store == [str(ROOT), "launch/store.py", "one:777"] and len(agents) == 3
-    assert agents[0] == agents[1] == agents[2]
+    assert store == [str(ROOT), "launch/store.py", "one:777"]
+    assert len(agents) == 3 and agents[0] == agents[1] == agents[2]
     assert agents[0][:4] == [str(ROOT), "launch/torchrun.py", "--nnodes=2:3", "--nproc_per_node=8"]
-    assert "--rdzv_endpoint=one:777" in agents[0] and "--rdzv_conf=is_host=0" in agents[0]
+    assert {"--rdzv_endpoint=one:777", "--rdzv_conf=is_host=0"} < {*agents[0]}
     assert agents[0][-3:] == ["train_ddp.py", "--run-dir", "$(touch x) 'b'  c"]
-    until(lambda: ["left", "launch/store.py"] in ssh.notes(), "the store's end")
 
 
 def test_a_store_that_dies_is_started_again_and_a_full_log_stops_nothing(ssh):
-    words = ("-c", 'exec "$@" > /dev/full 2>&1', "sh", SSH, "one,two")
-    job = ssh(*words, program="sh", STORE="dies")
-    stores = lambda: [note for note in ssh.notes() if note[1] == "launch/store.py"]  # noqa: E731
-    until(lambda: len(stores()) == 2 and len(ssh.notes()) == 4, "the agents and the second store")
+    job = ssh("-c", 'exec "$@" > /dev/full 2>&1', "sh", SSH, "one,two", program="sh", STORE="dies")
+    until(
+        lambda: str(ssh.notes()).count("store.py") == 2 and len(ssh.notes()) == 4, "agents and second store"
+    )
     job.kill(signal.SIGTERM)
     job.ends_with(143)
     until(lambda: len(ssh.notes()) == 7, "everybody's end")
@@ -85,23 +89,22 @@ def test_a_store_that_dies_is_started_again_and_a_full_log_stops_nothing(ssh):
 def test_ctrl_c_asks_all_agents_to_leave_and_the_store_is_the_last(ssh, number):
     job = ssh("one,two")
     until(lambda: "store on" in job.output and len(ssh.notes()) == 3, "the agents")
-    os.killpg(job.pid, number) if number == signal.SIGINT else job.kill(number)
-    job.ends_with(143 if number != signal.SIGKILL else -9)
+    (os.killpg if number == signal.SIGINT else os.kill)(job.pid, number)
+    job.ends_with(-9 if number == signal.SIGKILL else 143)
     until(lambda: len(ssh.notes()) == 6, "everybody's end")
-    if number != signal.SIGKILL:
-        assert ssh.notes()[-1] == ["left", "launch/store.py"]
+    assert number == signal.SIGKILL or ssh.notes()[-1] == STORE_LEFT
 
 
 @pytest.mark.parametrize(
     "hosts, code, result",
     [
-        ("one,gone", "0", 0),
-        ("gone,one", "0", 2),
-        ("one,gone", "5", 5),
-        ("one", "0", 2),
-        ("", "0", 2),
-        ("1,2,3,4,5,6,7,8,9", "0", 2),
+        ("one,gone", 0, 0),
+        ("gone,one", 0, 2),
+        ("one,gone", 5, 5),
+        ("one", 0, 2),
+        ("", 0, 2),
+        ("1,2,3,4,5,6,7,8,9", 0, 2),
     ],
 )
 def test_a_machine_that_is_not_reached_is_done_without_unless_the_others_meet_there(ssh, hosts, code, result):
-    ssh(hosts, CODE=code).ends_with(result)
+    ssh(hosts, CODE=str(code)).ends_with(result)
