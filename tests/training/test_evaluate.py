@@ -32,8 +32,7 @@ def made():
 
 def metrics_of(world, n, ema=0.0):
     net = made()
-    opts = Options(ema_decay=ema)
-    state = state_of(net, opts, n)
+    state = state_of(net, Options(ema_decay=ema), n)
     if ema:
         for tensor in state.averages.tensors.values():
             tensor.zero_()
@@ -80,27 +79,24 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
             step(state)
             step(state)
             wanted = {n: t.clone() for n, t in state.net.state_dict().items()}
-            write = store.saver.write
             changed = threading.Event()
+            write = store.saver.write
             store.saver.write = lambda *args: (changed.wait(20), write(*args))[1]
             store.save()
-            split = split_of(8, 4)
 
-            def land():
+            def land(net, batch):
                 changed.set()
                 store.saver.wait()
+                return {"loss": (0.0, 1)}
 
-            if between == "evaluate":
-                fetch = split.fetch
-                split.fetch = lambda *args: (land(), fetch(*args))[1]  # while the net has the averages
-                evaluate(state.net, split, state, world, state.task)
+            if between == "evaluate":  # the net has the averages
+                evaluate(state.net, split_of(8, 4), state, world, OwnTask(land, []))
             else:
                 step(state)
-                land()
+                land(state.net, None)
             store.close()
         ((_, folder),) = checkpoints(run)
-        return [
-            n for n, t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])
-        ]
+        found = load_file(folder / "model.safetensors")
+        return [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])]
 
     assert fork_ranks(1, live) == [[]]
