@@ -1,11 +1,11 @@
 """Rows of programs that once went wrong in silence, and are right now.
 
-What a loop remembers has a home in `memory`; an evaluation leaves nothing behind; an optimizer keeps what it
-likes.
+What a dataset remembers has a home in `memory`; an evaluation leaves nothing behind; an optimizer keeps what
+it likes.
 """
 
 import torch
-from program import FLAGS, Held, Part, Program, Samples
+from program import FLAGS, Part, Program, Samples
 from timm.optim import create_optimizer_v2
 from torch import nn
 
@@ -25,37 +25,6 @@ class Annealing(Program):
 
     def after(self, net, optimizer, step):
         self.at = step
-
-
-class Remembers(Program):
-    """A loop's counter."""
-
-    doors = "loop"
-
-    def memory(self, net, train):
-        self.held = Held(count=0, bank=torch.zeros(3, 3))
-        return {"held": self.held}
-
-    def after(self, net, optimizer, step):
-        self.held["count"] += 1
-
-
-class Unlabelled(Remembers):
-    """Other samples, one after another, for a term of the loss."""
-
-    def loss(self, net, batch):
-        values = super().loss(net, batch)
-        if torch.is_grad_enabled():
-            loss, count = values["loss"]
-            at = self.held["count"]
-            values["loss"] = (loss + net(torch.eye(6)[at % 6 : at % 6 + 1]).square().mean() * count, count)
-        return values
-
-
-class UnlabelledLate(Unlabelled):
-    """A rank dies where it has counted, while another one waits for it."""
-
-    late = True
 
 
 class CurriculumAtEnd(Program):
@@ -168,16 +137,6 @@ class LoadsInside(Program):
 
 
 # ---- what an optimizer keeps ------------------------------------------------------------------------
-
-
-class OnItself(Program):
-    class kind(torch.optim.SGD):
-        steps = 0
-
-        def step(self):
-            self.steps += 1
-            self.param_groups[0]["weight_decay"] = 0.1 * self.steps
-            super().step()
 
 
 class Timm(Program):

@@ -9,8 +9,10 @@ A row is a subclass of Program, which is a classifier in the usual loop; it says
             optimizer.param_groups[0]["weight_decay"] = 0.1 * (step > 2)
 
 Its run is killed twice, in worlds of 1, 3 and 2 processes. It must have the losses, the evaluations and the
-weights of the plain loop, or say what is wrong: with `refused`, in three lines before its first step. More
-programs beside their plain loops are in tests/examples; wrong ones, and right ones, in tests/rehearse.
+weights of the plain loop, or say what is wrong: with `refused`, in three lines before its first step.
+
+More programs: beside their plain loops in tests/examples; with a memory in tests/whole/test_memory.py; wrong
+ones in tests/rehearse.
 """
 
 import random
@@ -110,8 +112,13 @@ class Labels(Program):
         return self.scores(net(**words).logits, y)
 
 
-class CausalWords(Program):
-    """GPT-2 with its own loss, which shifts the labels: a dict, as common/README takes Hugging Face's."""
+class CausalTask(Program):
+    """GPT-2 under --task tokens, which does not shift the labels."""
+
+    doors = "script"
+    own = "model dataset optimizer"
+    flags = {"task": "tokens"}
+    refused = "shift"
 
     def net(self):
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -121,19 +128,6 @@ class CausalWords(Program):
     def sample(self, draws):
         words = torch.randint(20, (6,), generator=draws)
         return {"input_ids": words, "labels": words}
-
-    def loss(self, net, batch):
-        count = batch["labels"][:, 1:].numel()
-        return {"loss": (net(**batch).loss * count, count)}
-
-
-class CausalTask(CausalWords):
-    """The same under --task tokens, which does not shift."""
-
-    doors = "script"
-    own = "model dataset optimizer"
-    flags = {"task": "tokens"}
-    refused = "shift"
 
 
 class AmpOutput(Labels):
@@ -172,22 +166,6 @@ class Clipped(Program):
 
         optimizer = super().optimizer(net)
         optimizer.register_step_pre_hook(clip)
-        return optimizer
-
-
-class LayerDecay(Program):
-    """Each weight has its own rate, by its place in the net."""
-
-    doors = "script stages"
-
-    def optimizer(self, net):
-        groups = [{"params": [p], "scale": 0.3**i} for i, p in enumerate(net.parameters())]
-        return torch.optim.SGD(groups, self.rate)
-
-    def plains_optimizer(self, net):
-        optimizer = self.optimizer(net)
-        for group in optimizer.param_groups:
-            group["lr"] = self.rate * group["scale"]
         return optimizer
 
 
@@ -711,16 +689,6 @@ class Unfrozen(Program):
         net[0].requires_grad_(step > 2)
 
 
-class AddedGroup(Unfrozen):
-    def optimizer(self, net):
-        return torch.optim.SGD(net[2].parameters(), self.rate)
-
-    def after(self, net, optimizer, step):
-        if step == 3:
-            net[0].requires_grad_(True)
-            optimizer.add_param_group({"params": net[0].parameters()})
-
-
 class Accumulated(Program):
     """A backward of its own before that of run.step."""
 
@@ -768,20 +736,6 @@ class Peeks(Program):
         for batch in run:
             self.step(run, batch)
             run.evaluate(lambda batch: self.values(run, batch))
-
-
-class Ids(Program):
-    """The loop looks up the samples of a batch, of which each piece has its own."""
-
-    doors = "loop"
-    flags = {"micro_batch_size": 3}
-
-    def values(self, run, batch):
-        if batch.ids:
-            train, _ = self.sets()
-            x, _ = self.collate([train[i] for i in batch.ids])
-            assert torch.equal(batch.x.cpu(), x)
-        return super().values(run, batch)
 
 
 class Left(Observed):
