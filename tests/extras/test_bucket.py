@@ -6,9 +6,10 @@ import shutil
 import signal
 
 import pytest
-from jobs import PACED, ROOT, until
+from jobs import PACED, until
+from refusals import refusal
 from s3 import server
-from stores import Adapted, a_life, is_at, options, resumes_at, save
+from stores import Adapted, a_life, announced_rescue, is_at, options, refused, resumes_at, save
 
 from common.extras.bucket import Bucket
 from tests.chaos.checks import digest
@@ -61,48 +62,6 @@ def test_a_spot_run_goes_on_on_another_machine_with_an_empty_disk_and_ends_with_
     steps = [json.loads(line)["step"] for line in open(tmp_path / "third/metrics.jsonl") if '"epoch"' in line]
     assert steps == [*range(1, 23)], "the curve goes over all machines"
     assert s3.get(f"{tmp_path.name}/ledger.jsonl") == (tmp_path / "third/ledger.jsonl").read_bytes()
-    report = first.jobs.start("-m", "common.ledger", tmp_path / "third", cwd=ROOT).ends_with(0)
-    assert "done at step 22" in report and "lives 3" in report
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
-def test_a_sender_that_is_killed_in_an_upload_costs_that_upload_alone(s3, spot, tmp_path, file):
-    spot("first", "--max-steps=4").ends_with(0)
-    with s3.holding(f"/{file}") as held:
-        first = spot("first")
-        until(held, "an upload")
-        first.kill()
-        first.wait()
-        said = spot("second", "--max-steps=5").ends_with(0)
-        assert "resuming at step 4," in said
-    assert "step-00000005" in s3.names(tmp_path.name)
-    spot("first").ends_with(0)
-    names = s3.names(tmp_path.name)
-    assert names[-1].startswith("step-00000022")
-    places = {key.split("/")[2] for key in s3.keys(tmp_path.name) if "/checkpoints/" in key}
-    assert places == {*names}, "no half one is left"
-
-
-def test_a_wrong_byte_in_the_bucket_is_found_before_anything_is_loaded(s3, spot, tmp_path):
-    run = tmp_path.name
-    for steps in (4, 8):
-        spot("first", f"--max-steps={steps}").ends_with(0)
-    newest, *others = reversed(s3.names(run))
-
-    def finds_wrong(machine, *places):
-        """A start from a bucket of its own, with a wrong byte in each of these."""
-        for key in s3.keys(run):
-            data = bytearray(s3.get(key))
-            data[len(data) // 2] ^= 4 * key.endswith(places)
-            s3.put(key.replace(run, f"{run}-{machine}", 1), bytes(data))
-        return spot(machine, "--max-steps=9", url=s3.url(f"{run}-{machine}"))
-
-    files = "model.safetensors", "optimizer.safetensors", "state.json", "options.json", "manifest.json"
-    for file in files:
-        said = finds_wrong(file, f"{newest}/{file}").ends_with(0)
-        assert f"{newest}  damaged: {file}" in said and "resuming at step 4," in said
-    said = finds_wrong("last", *(f"{name}/model.safetensors" for name in (newest, *others))).ends_with(3)
-    assert "checkpoints found, none verifies" in said and not [*tmp_path.glob("last/checkpoints/step-*")]
 
 
 def test_a_bucket_that_is_away_stops_no_training_is_told_once_and_gets_what_it_missed(s3, spot, tmp_path):
@@ -116,49 +75,6 @@ def test_a_bucket_that_is_away_stops_no_training_is_told_once_and_gets_what_it_m
     assert "resuming at step 4," in spot("second", "--max-steps=5").ends_with(0)
     spot("first", "--max-steps=15").ends_with(0)
     assert "resuming at step 15," in spot("third", "--max-steps=16").ends_with(0)
-
-
-def test_what_a_survivor_has_saved_is_copied_by_the_next_life(s3, spot, tmp_path):
-    job = spot("first", "--save-every=1000", nproc=2, PACE="0.5")
-    until(lambda: "step 5/22" in job.output, "step 5")
-    job.jobs.kill(job.workers[0])
-    until(lambda: s3.names(tmp_path.name), "what rank 1 has saved")
-    assert job.ends_with(0)
-    (rescued,) = [line for line in job.output.splitlines() if "saved by rank" in line]
-    assert (
-        "resuming at step" in job.output
-        and "copying" not in job.output.split(rescued)[1].split("resuming")[0]
-    )
-
-
-def test_the_bucket_of_another_run_is_refused_whatever_the_disk_holds(s3, spot, tmp_path):
-    spot("first", "--max-steps=4").ends_with(0)
-    keys = s3.keys(tmp_path.name)
-    said = spot("second", "--lr=0.02").ends_with(2)
-    assert "has another run" in said and not [*(tmp_path / "second/checkpoints").glob("step-*")]
-    spot("second", "--lr=0.02", "--max-steps=4", url=s3.url("elsewhere")).ends_with(0)
-    said = spot("second", "--lr=0.02").ends_with(2)
-    assert "has another run" in said and "it is there" not in said
-    assert s3.keys(tmp_path.name) == keys
-
-
-def test_a_url_that_needs_what_is_not_installed_is_refused_in_three_lines(spot):
-    said = spot("first", url="oss://bucket/run").ends_with(2)
-    error = said[said.index("error:") :]
-    assert "--copy-to oss://bucket/run" in error and "pip install" in error and len(error.splitlines()) <= 3
-
-
-def test_a_loop_of_ones_own_takes_it_as_an_argument(jobs, tmp_path):
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "import torch\nfrom common.elastic import Elastic\nnet = torch.nn.Linear(2, 1)\n"
-        "optimizer = torch.optim.SGD(net.parameters(), 0.1)\nsamples = [torch.ones(2)] * 8\n"
-        "with Elastic(net=net, optimizer=optimizer, dataset=samples, run_dir='run', batch_size=4,\n"
-        f"             copy_to='file://{tmp_path}/copy', tensorboard=False) as run:\n"
-        "    for batch in run:\n        run.step(run.model(batch.data).mean())\n"
-    )
-    jobs.python(script, cwd=tmp_path, PYTHONPATH=str(ROOT)).ends_with(0)
-    assert digest(tmp_path / "run") == digest(tmp_path / "copy")
 
 
 # ---- in this process: a copy at each save, when the test wants it ------------------------------------
@@ -182,8 +98,7 @@ class Dying:
             self.changes -= 1
             if self.changes < 0:
                 if act.__name__ == "put_file":
-                    half = open(path, "rb").read()
-                    open(more[0], "wb").write(half[: len(half) // 2])
+                    open(more[0], "wb").write(open(path, "rb").read(99))  # a part of it
                 raise Killed
             act(path, *more, **how)
 
@@ -196,7 +111,7 @@ def at_will(monkeypatch):
 
 
 def machine(tmp_path, name, **flags):
-    return options(tmp_path / name, copy_to=f"file://{tmp_path}/copy", keep=2, **flags)
+    return options(tmp_path / name, **{"copy_to": f"file://{tmp_path}/copy"} | flags)
 
 
 def copy(life):
@@ -221,53 +136,85 @@ def test_a_kill_at_any_change_leaves_what_was_there_before_or_the_new_one(tmp_pa
             assert step in ((3, 4) if was_killed else (4,)) and is_at(life.state, step)
         with a_life(machine(folder, "first")) as life:
             copy(life)
-        there = sorted(
-            path.relative_to(folder / "copy/checkpoints").as_posix()
-            for path in (folder / "copy").glob("*/*/*")
-        )
-        files = "manifest.json", "model.safetensors", "optimizer.safetensors", "options.json", "state.json"
-        assert there == [f"step-0000000{n}/{file}" for n in (3, 4) for file in files]
+        files = sorted(path.parent.name for path in (folder / "copy").glob("*/*/*"))
+        assert files == ["step-00000003"] * 5 + ["step-00000004"] * 5, "no half one is left"
         if not was_killed:
             break
     assert changes > 8
 
 
-def test_files_that_the_bucket_has_are_not_sent_again(tmp_path, at_will, monkeypatch):
-    sent = []
-    with a_life(machine(tmp_path, "first")) as life:
+def test_what_the_bucket_has_is_not_sent_again_nor_what_stands_still(tmp_path, at_will, monkeypatch):
+    sent = set()
+
+    def sends(life):
+        sent.clear()
+        copy(life)
+        return sent - {"options.json", "ledger.jsonl", "metrics.jsonl"}
+
+    first = machine(tmp_path, "first")
+    with a_life(first, Adapted()) as life:
         files = life.store.saver.bucket.files
         put = files.put_file
-        monkeypatch.setattr(
-            files, "put_file", lambda fd, path: (sent.append(path.rpartition("/")[2]), put(fd, path))
-        )
+
+        def noted(source, path):
+            sent.add(path.rpartition("/")[2])
+            put(source, path)
+
+        monkeypatch.setattr(files, "put_file", noted)
         save(life, 1)
-        copy(life)
-        assert [name for name in sent if "tensors" in name] == ["model.safetensors", "optimizer.safetensors"]
-        sent.clear()
-        copy(life)
-        assert {*sent} <= {"options.json", "ledger.jsonl", "metrics.jsonl"}
-        sent.clear()
+        facts = {"state.json", "manifest.json"}
+        trained = facts | {"model.safetensors", "optimizer.safetensors"}
+        assert sends(life) == trained | {"frozen.safetensors"}
+        assert sends(life) == set()
         life.state.progress.evaluated = {"step": 1, "val_loss": 0.5}
         save(life, 1)
-        copy(life)
-    assert {*sent} - {"options.json", "ledger.jsonl", "metrics.jsonl"} == {"state.json", "manifest.json"}
-    assert resumes_at(machine(tmp_path, "second"), 1)
+        assert sends(life) == facts
+        save(life, 2)
+        assert sends(life) == trained
+    for older in (tmp_path / "copy/checkpoints").glob("step-00000001*"):
+        shutil.rmtree(older)
+    assert resumes_at(machine(tmp_path, "second"), 2, Adapted())
 
 
-def test_frozen_weights_are_sent_once_and_another_machine_starts_from_them(tmp_path, at_will, monkeypatch):
-    with a_life(machine(tmp_path, "first"), Adapted()) as life:
+def test_a_wrong_byte_in_the_bucket_is_found_before_anything_is_loaded(tmp_path, at_will):
+    with a_life(machine(tmp_path, "first")) as life:
+        for step in (1, 2):
+            save(life, step)
+            copy(life)
+    older, newest = sorted((tmp_path / "copy/checkpoints").iterdir())
+    for path in sorted(newest.iterdir()):
+        data = path.read_bytes()
+        spoil(path)
+        assert resumes_at(machine(tmp_path, path.name), 1), path.name
+        path.write_bytes(data)
+    for folder in (older, newest):
+        spoil(folder / "model.safetensors")
+    refused(machine(tmp_path, "last"), "checkpoints found, none verifies", code=3)
+    assert not [*tmp_path.glob("last/run/checkpoints/step-*")]
+
+
+def spoil(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_the_bucket_of_another_run_is_refused_whatever_the_disk_holds(tmp_path, at_will):
+    with a_life(machine(tmp_path, "first")) as life:
         save(life, 1)
         copy(life)
-        files = life.store.saver.bucket.files
-        sent = []
-        put = files.put_file
-        monkeypatch.setattr(files, "put_file", lambda fd, path: (sent.append(path), put(fd, path)))
+    refused(machine(tmp_path, "second", lr=0.02), "has another run")
+    with a_life(machine(tmp_path, "second", lr=0.02, copy_to="")) as life:
         save(life, 2)
+    with a_life(machine(tmp_path, "second", lr=0.02)) as life, refusal("has another run"):
         copy(life)
-    names = [path.rpartition("/")[2] for path in sent]
-    assert "model.safetensors" in names and "frozen.safetensors" not in names
-    shutil.rmtree(tmp_path / "copy/checkpoints/step-00000001")
-    assert resumes_at(machine(tmp_path, "second"), 2, Adapted())
+    assert resumes_at(machine(tmp_path, "third"), 1)
+
+
+def test_a_url_that_needs_what_is_not_installed_is_refused(tmp_path):
+    refused(
+        machine(tmp_path, "first", copy_to="oss://bucket/run"), "--copy-to oss://bucket/run.*\n.*pip install"
+    )
 
 
 def test_what_the_disk_keeps_the_bucket_keeps_over_all_machines(tmp_path, at_will):
@@ -284,13 +231,12 @@ def test_what_the_disk_keeps_the_bucket_keeps_over_all_machines(tmp_path, at_wil
     assert disk == [f"step-0000000{step}" for step in (2, 8, 9)], "the best one comes along"
 
 
-def test_a_checkpoint_that_is_withdrawn_is_withdrawn_from_the_bucket(tmp_path, monkeypatch):
+def test_what_a_survivor_has_saved_is_copied_by_the_next_life_and_withdrawn_with_it(tmp_path):
     with a_life(machine(tmp_path, "first")) as life:
-        for step in (1, 2):
-            save(life, step)
-            until(
-                lambda n=step: (tmp_path / f"copy/checkpoints/step-0000000{n}/manifest.json").exists(), "it"
-            )
+        save(life, 1)
+        announced_rescue(life.store, 2)
+    with a_life(machine(tmp_path, "first")) as life:
+        until((tmp_path / "copy/checkpoints/step-00000002/manifest.json").exists, "its copy")
         life.store.saver.agreed = 1
         with pytest.raises(RuntimeError):
             life.store.roll_back(RuntimeError("the replicas differ"))

@@ -7,7 +7,6 @@ from refusals import refusal
 from samples import Facts
 from torch import nn
 
-from common.extras.flags import torchvision_models
 from common.extras.own_net import check_net
 from common.models import build_model
 from common.models.nets import MaxPool
@@ -38,7 +37,6 @@ def samples(data, n=3):
 def test_net_computes_what_the_tutorials_network_computes():
     net = build("net", IMAGES).eval()
     assert sum(p.numel() for p in net.parameters()) == 21840
-    assert [name for name, _ in net.named_children()] == ["block1", "block2", "fc1", "fc2"]
     x = samples(IMAGES)
     w1, b1, w2, b2, w3, b3, w4, b4 = net.parameters()
     y = torch.relu(torch.max_pool2d(F.conv2d(x, w1, b1), 2))
@@ -47,21 +45,20 @@ def test_net_computes_what_the_tutorials_network_computes():
     torch.testing.assert_close(net(x), torch.log_softmax(y, dim=1))
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
-def test_pooling_and_its_gradient_have_the_bits_of_torchs_own_also_where_pixels_are_equal(kind):
+def test_pooling_and_its_gradient_have_the_bits_of_torchs_own_also_where_pixels_are_equal():
     def both(x, pool):
         x = x.clone().requires_grad_()
         out = pool(x)
-        out.backward(torch.arange(out.numel()).view_as(out).to(kind))
+        out.backward(torch.arange(out.numel()).view_as(out).to(x))
         return out.detach(), x.grad
 
-    grid = torch.randn(3, 5, 9, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(kind)
-    special = torch.tensor([[[[float("nan"), 1, -float("inf")], [float("inf"), float("nan"), 2]]]]).to(kind)
+    grid = torch.randn(3, 5, 9, 8, generator=torch.Generator().manual_seed(0))
+    special = torch.tensor([[[[torch.nan, 1, -torch.inf], [torch.inf, torch.nan, 2]]]])
     last = grid.contiguous(memory_format=torch.channels_last)
-    for x in (grid, grid.round(), torch.zeros_like(grid), last, grid[:0], special):
-        mine = both(x, MaxPool())
-        torchs = both(x, torch.nn.MaxPool2d(2))
-        torch.testing.assert_close(mine, torchs, rtol=0, atol=0, equal_nan=True)
+    for x in (grid, grid.double(), grid.bfloat16(), grid.round(), last, grid[:0], special):
+        torch.testing.assert_close(
+            both(x, MaxPool()), both(x, nn.MaxPool2d(2)), rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("side", [16, 33])
@@ -74,7 +71,7 @@ def test_net_fits_images_of_any_size_and_number_of_channels(side):
 def test_every_net_may_be_cut_between_any_two_of_its_children(name):
     net = build(name, OWN[name]).eval()
     x = samples(OWN[name])
-    assert isinstance(net, torch.nn.Sequential) and len(net) > 1
+    assert len(net) > 1
     for cut in range(len(net) + 1):
         assert torch.equal(net[cut:](net[:cut](x)), net(x))
 
@@ -82,13 +79,14 @@ def test_every_net_may_be_cut_between_any_two_of_its_children(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_depend_on_the_seed_alone_and_no_generator_moves(name):
     before = torch.get_rng_state(), random.getstate()
-    first = build(name, OWN[name], seed=3).state_dict()
+    first, other = (weights_of(name, seed) for seed in (3, 4))
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     torch.rand(5)
-    again = build(name, OWN[name], seed=3).state_dict()
-    other = build(name, OWN[name], seed=4).state_dict()
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    assert not all(torch.equal(first[key], other[key]) for key in first)
+    assert torch.equal(first, weights_of(name, 3)) and not torch.equal(first, other)
+
+
+def weights_of(name, seed):
+    return nn.utils.parameters_to_vector(build(name, OWN[name], seed=seed).parameters())
 
 
 @pytest.mark.parametrize("name", ["resnet18", "densenet121"])
@@ -99,12 +97,9 @@ def test_torchvision_models_take_the_datas_channels_and_classes(name):
     assert net(samples(data)).shape == (3, 7)
 
 
-def test_a_name_that_nothing_answers_to_is_refused():
-    assert "Unknown model resnet19" in refused("resnet19")
-    assert "fasterrcnn_resnet50_fpn" not in torchvision_models()  # a detector
-
-
-@pytest.mark.parametrize("model, data", [("lstm", IMAGES), ("net", WORDS), ("net", ROWS), ("gpt", IMAGES)])
+@pytest.mark.parametrize(
+    "model, data", [("lstm", IMAGES), ("net", WORDS), ("net", ROWS), ("gpt", IMAGES), ("resnet19", IMAGES)]
+)
 def test_a_model_that_cannot_be_built_for_the_data_is_refused(model, data):
     said = refused(model, data)
     assert f"model {model}" in said and data.name in said and "choose another" in said
@@ -164,7 +159,6 @@ def build(data):
     "change, said",
     [
         ("net.more = nn.LazyLinear(3)", 'missing the required "forward" function'),
-        ("net.more = nn.Linear(3, 3, device='meta')", "Cannot copy out of meta tensor"),
         ("net.kept = Extra()", "its state_dict makes kept._extra_state anew"),
         ("net.requires_grad_(False)", "no weight of it trains"),
     ],
@@ -172,17 +166,6 @@ def build(data):
 def test_a_net_that_could_not_train_or_resume_is_refused_before_the_first_step(tmp_path, change, said):
     (tmp_path / "mine.py").write_text(FLAWED.replace("CHANGE", change))
     assert said in refused(f"{tmp_path}/mine.py:build", ROWS)
-
-
-def test_an_expanded_buffer_gets_memory_of_its_own_and_stays_tied(tmp_path):
-    change = (
-        "wide = torch.ones(1).expand(8); net.register_buffer('wide', wide); "
-        "net.layer.same = nn.Module(); net.layer.same.register_buffer('too', net.wide)"
-    )
-    (tmp_path / "mine.py").write_text(FLAWED.replace("CHANGE", change))
-    net = build(f"{tmp_path}/mine.py:build", ROWS)
-    net.wide.copy_(torch.arange(8))
-    assert net.layer.same.too.tolist() == [*range(8)]
 
 
 def test_a_weight_with_holes_gets_memory_of_its_own_because_fused_optimizers_write_beside_it():

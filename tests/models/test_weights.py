@@ -56,7 +56,6 @@ def same(net, weights):
         lambda w: {"state_dict": w, "epoch": 3},
         lambda w: {"model": w},
         lambda w: {"module._orig_mod." + n: t for n, t in w.items()},
-        lambda w: {"_orig_mod.module." + n: t for n, t in w.items()},
         lambda w: {n.replace("0.", "0._orig_mod."): t for n, t in w.items()},
     ],
 )
@@ -73,12 +72,9 @@ def test_a_net_that_has_a_child_called_module_keeps_its_names(build):
 
 def test_tied_weights_may_be_in_the_file_under_one_of_their_names(build):
     foreign = build("tied", seed=7).state_dict()
-    for dropped in ((), ("words.weight",), ("head.weight",)):
-        torch.save({n: t for n, t in foreign.items() if n not in dropped}, "w.pt")
+    for dropped in ("words.weight", "head.weight"):
+        torch.save({n: t for n, t in foreign.items() if n != dropped}, "w.pt")
         assert same(build("tied", init_from="w.pt"), foreign), dropped
-    torch.save({"what": torch.zeros(1)}, "w.pt")
-    with refusal("2 tensors do not fit"):
-        build("tied", init_from="w.pt")
 
 
 def test_a_head_of_another_size_begins_afresh_and_the_rest_does_not(build):
@@ -104,14 +100,11 @@ class Bomb:
     "content, said",
     [
         (lambda w: Bomb(), "not a file of weights"),
-        (lambda w: [1, 2], "not a file of weights"),
         (lambda w: {"model": w, "args": argparse.Namespace(lr=1)}, "not a file of weights"),
-        (lambda w: {"net": w}, "'collections.OrderedDict' object has no attribute"),
         (lambda w: w | {"module.0.weight": torch.zeros(2, 3)}, "twice"),
         (lambda w: w | {"more": torch.zeros(1)}, r"in the model absent"),
         (lambda w: w | {"0.weight": w["0.weight"].char()}, "in the file .* of whole numbers"),
         (lambda w: w | {"0.weight": w["0.weight"] * 1j}, "in the file .* of complex numbers"),
-        (lambda w: w | {"0.weight": w["0.weight"].to("meta")}, "Cannot copy out of meta tensor"),
     ],
 )
 def test_foreign_files_that_would_load_as_other_numbers_are_refused_and_run_nothing(build, content, said):

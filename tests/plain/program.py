@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from common import elastic
-from common.extras.chosen import weights_of
 from common.sampler import ElasticSampler
 from common.world import world as pinned
 
@@ -82,10 +81,8 @@ class Program:
     lives = (1, 4), (3, 5), (2, 0)  # (processes, the call of the net in which the last of them is killed)
     device = "cpu"
     outputs = 3  # of the net
-    told = ""  # what a warning says: then the numbers may be others
     breaks = False  # the loop over batches is left at the end of each epoch
     late = False  # killed behind the change that the loop makes after a step of this number
-    red = ""  # the finding that it waits for
     family = ""  # as which launch/rehearse.py tells it; then numbers are compared in one process at most
     notes = ""  # what the rehearsal notes
     accept = ""
@@ -154,9 +151,6 @@ class Program:
 
     def values(self, run, batch):
         return self.loss(run.model, batch.data)
-
-    def check(self, run):
-        """Of the folder of a run; raises Wrong."""
 
     # ---- the same at each start ---------------------------------------------------------------------
     calls = 0
@@ -321,8 +315,6 @@ def trained(program, door, folder, plan):
         all_said += said
         if codes != ([1] * (size - 1) + [-signal.SIGKILL] if last_call else [0] * size):
             raise Wrong(all_said)
-    if weights_of(folder / "run", "newest")[1]["step"] != log[-1]["step"]:
-        raise Wrong("the last checkpoint cannot be read")
     found = weights(folder / "run")
     for row in log:
         found |= {f"step {row['step']}: {name}": row[name] for name in row if name not in ("step", "time")}
@@ -345,14 +337,8 @@ def check_refusal(program, door, folder, size):
 
 def check_numbers(program, door, folder):
     alone = ((1, 0),)
-    plan = program.lives
-    if program.refused or door is replicas:
-        plan = alone
-    found, said = trained(program, door, folder / "killed", plan)
-    if not re.search(program.told, said):
-        raise Wrong(f"wanted is a line: {program.told}\n{said}")
-    if program.told and not program.refused:
-        return
+    plan = alone if program.refused or door is replicas else program.lives
+    found, _ = trained(program, door, folder / "killed", plan)
     tolerance = program.tolerance
     if program.draws:
         wanted, _ = trained(program, script, folder / "alone", alone)
@@ -361,11 +347,10 @@ def check_numbers(program, door, folder):
         wanted = program.plain([order(epoch) for epoch in range(2)])
     worlds = [f"step {life['step'] + 1} by {life['world']}" for life in lives(folder / "killed/run")]
     differences(wanted, found, tolerance, f"processes: {', '.join(worlds)}")
-    program.check(folder / "killed/run")
 
 
-def differences(wanted, found, tolerance, *told):
-    """Wrong, with the largest ones."""
+def differences(wanted, found, tolerance, told=""):
+    """Wrong, with the first ones."""
     lines = []
     for what, value in wanted.items():
         value = torch.as_tensor(value)
@@ -373,10 +358,9 @@ def differences(wanted, found, tolerance, *told):
         apart = (number - value).abs().max().item() if number.shape == value.shape else math.inf
         largest = value.abs().max().item()
         if not apart <= tolerance * max(1, largest):
-            lines.append((-apart, f"{what} is off by {apart:.3g}, the largest wanted is {largest:.3g}"))
+            lines.append(f"{what} is off by {apart:.3g}, the largest wanted is {largest:.3g}")
     if lines:
-        worst = [line for _, line in sorted(lines)[:8]]
-        raise Wrong("\n".join([*worst, f"the first: {lines[0][1]}", *told]))
+        raise Wrong("\n".join([*lines[:8], told]))
 
 
 def order(epoch):

@@ -10,7 +10,9 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,6 @@ from samples import ALONE, Facts, Samples, Steps, share_of
 
 import common.elastic as house
 import train_ddp
-import train_mp
 from common.errors import guarded
 from common.extras import bits
 from common.extras.bits import Slices
@@ -45,28 +46,6 @@ CNN = {
     "lr_schedule": "cosine",
     "label_smoothing": 0.1,
 }
-GPT = {
-    "model": f"{NETS}:gpt",
-    "dataset": f"{NETS}:words",
-    "global_batch_size": 20,
-    "optimizer": "adamw",
-    "weight_decay": 0.1,
-}
-LSTM = {
-    "model": "lstm",
-    "dataset": f"{NETS}:sentences",
-    "global_batch_size": 27,
-    "clip_grad_norm": 1.0,
-    "max_steps": 12,
-}
-RESNET = {
-    "model": "resnet18",
-    "dataset": f"{NETS}:colours",
-    "global_batch_size": 24,
-    "optimizer": "sgd",
-    "max_steps": 2,
-}
-STEPS = 5  # an epoch of pictures: 24, 24, 24, 24 and a ragged 11 samples
 
 
 def life(world, script, opts, kill=None):
@@ -142,26 +121,17 @@ def left_by(folder):
     return json.loads((newest / "manifest.json").read_text())["digest"], metrics
 
 
-def one_digest(tmp_path, given, worlds):
-    found = {world: run(tmp_path / f"w{world}", world, given) for world in worlds}
-    assert len({digest for digest, _ in found.values()}) == 1, {
-        world: digest[:12] for world, (digest, _) in found.items()
-    }
-    assert len(set(found.values())) == 1, (
-        "losses, hits and evaluations of every step are equal to the last digit"
-    )
-    return found[worlds[0]]
-
-
 # ---- any world ------------------------------------------------------------------------------------
+GPT = {"model": f"{NETS}:gpt", "dataset": f"{NETS}:words", "global_batch_size": 20, "weight_decay": 0.1}
+LSTM = {"model": "lstm", "dataset": f"{NETS}:sentences", "global_batch_size": 1500, "clip_grad_norm": 1.0}
+RESNET = {"model": "resnet18", "dataset": f"{NETS}:colours", "optimizer": "sgd", "max_steps": 2}
 ANY_WORLD = {
     "batch norm, dropout, adamw, averages, clipping": (CNN | {"epochs": 3}, (1, 2, 3, 5, 8)),
-    "tied weights and unused parameters": (GPT | {"epochs": 2}, (1, 3, 8)),
-    "an lstm over ragged batches": (LSTM | {"global_batch_size": 1500, "epochs": 2}, (1, 2, 5)),
-    "resnet18": (RESNET, (1, 3)),
+    "tied weights and unused parameters": (GPT | {"epochs": 2, "optimizer": "adamw"}, (1, 3, 8)),
+    "an lstm over ragged batches": (LSTM | {"epochs": 2, "max_steps": 12}, (1, 2, 5)),
+    "resnet18": (RESNET | {"global_batch_size": 24}, (1, 3)),
     "slices that are no power of two": (CNN | {"virtual_ranks": 7, "epochs": 2}, (1, 2, 3, 7)),
     "bf16 and channels last": (CNN | {"epochs": 2, "amp": "bf16", "channels_last": True}, (1, 3)),
-    "two threads": (CNN | {"epochs": 1, "threads": 2}, (1, 3)),
 }
 
 
@@ -170,27 +140,8 @@ def test_weights_and_metrics_are_the_same_at_any_world(tmp_path, case):
     given, worlds = ANY_WORLD[case]
     if case == "resnet18":
         pytest.importorskip("torchvision")  # here, once, and not in each rank
-    _, metrics = one_digest(tmp_path, given, worlds)
-    if "batch norm" in case:
-        assert len(metrics.splitlines()) == 3 * STEPS + 3, "every step logged, every epoch evaluated"
-
-
-def test_train_mp_ends_in_the_digest_of_train_ddp_and_takes_over_from_it(tmp_path):
-    given = CNN | {"epochs": 2}
-    mp = {"script": "mp", "devices": ("cpu", "cpu")}
-    ddp = run(tmp_path / "ddp", 3, given)
-    assert run(tmp_path / "mp", 1, given | mp, train_mp) == ddp
-    run(tmp_path / "both", 2, given | {"max_steps": 4})
-    both = run(tmp_path / "both", 1, given | mp, train_mp)
-    assert both[0] == ddp[0]
-
-
-def test_plain_mode_gives_other_bits_at_other_worlds_so_this_check_can_fail(tmp_path):
-    plain = CNN | {"virtual_ranks": 0, "epochs": 1}
-    assert run(tmp_path / "w1", 1, plain)[0] != run(tmp_path / "w2", 2, plain)[0]
-    assert run(tmp_path / "again", 2, plain)[0] == run(tmp_path / "w2b", 2, plain)[0], (
-        "but equal runs are equal"
-    )
+    alone, *found = (run(tmp_path / str(world), world, given) for world in worlds)
+    assert found == [alone] * len(found)
 
 
 # ---- through kills and resizes --------------------------------------------------------------------
@@ -218,19 +169,17 @@ def test_kills_and_resizes_leave_no_trace_in_the_bits(tmp_path):
 
 # ---- what is pinned, and who is refused -----------------------------------------------------------
 def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, capfd):
-    more = CNN | {"epochs": 1, "max_steps": 3}
-    run(tmp_path / "run", 1, more | {"max_steps": 2})
+    given = CNN | {"epochs": 1, "max_steps": 3}
+    run(tmp_path / "run", 1, given | {"max_steps": 2})
     path = tmp_path / "run/options.json"
     text = json.loads(path.read_text())
     text["pinned"]["build of torch"] = "2.0.1"
-    path.write_bytes(sealed({name: value for name, value in text.items() if name != "seal"}))
-    threads = options(tmp_path / "run", more | {"threads": 2})
+    del text["seal"]
+    path.write_bytes(sealed(text))
+    threads = options(tmp_path / "run", given | {"threads": 2})
     assert fork_ranks(1, life, train_ddp, threads, may_die=[0]) == [2]
     assert "CPU threads per process was 1, now 2" in capfd.readouterr().err
-    without = options(tmp_path / "run", more | {"virtual_ranks": 0})
-    assert fork_ranks(1, life, train_ddp, without, may_die=[0]) == [2]
-    assert "is another run: --virtual-ranks was 8, now 0\n" in capfd.readouterr().err
-    run(tmp_path / "run", 1, more)
+    run(tmp_path / "run", 1, given)
     assert "build of torch was 2.0.1" in "".join(capfd.readouterr())
 
 
@@ -242,60 +191,55 @@ def test_more_processes_than_slices_are_refused():
 # ---- parts ----------------------------------------------------------------------------------------
 def small(world, virtual_ranks):
     """Steps of a net of the tests, without a script around them."""
-    opts = options(Path("unused"), CNN | {"virtual_ranks": virtual_ranks})
+    opts = options(Path("unused"), CNN | {"virtual_ranks": virtual_ranks, "clip_grad_norm": 0.0})
     pinned.pin(opts)
-    data = Facts("pictures", 4, (1, 12, 12))
-    return Steps(build_model(opts, data), opts, world, split=pictures_of_one(), samples=107)
+    net = build_model(opts, Facts("pictures", 4, (1, 12, 12)))
+    one = Samples(torch.zeros(1, 1, 12, 12), torch.zeros(1, dtype=torch.int64))
+    return Steps(net, opts, world, split=one, samples=107)
 
 
-def pictures_of_one():
-    return Samples(torch.zeros(1, 1, 12, 12), torch.zeros(1, dtype=torch.int64))
-
-
-def batch_at(world, step, slices, size=24):
-    draws = torch.Generator().manual_seed(step)
-    x = torch.randn(size, 1, 12, 12, generator=draws)
-    y = torch.randint(4, (size,), generator=draws)
-    return share_of(x, y, Options(virtual_ranks=slices), world.rank, world.size)
+def step(steps, size=24):
+    torch.manual_seed(steps.state.progress.step)
+    x, y = torch.randn(size, 1, 12, 12), torch.randint(4, (size,))
+    steps.step(share_of(x, y, steps.state.opts, steps.world.rank, steps.world.size))
 
 
 def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
     def scaled(world):
         steps = small(world, 3)
-        state = steps.state
-        state.opts = replace(state.opts, clip_grad_norm=0.0)
-        state.scaler = Scaler("cpu", init_scale=1024.0)
-        steps.step(batch_at(world, 0, 3, size=1))
-        return state.progress.step
+        steps.state.scaler = Scaler("cpu", init_scale=1024.0)
+        step(steps, size=1)
+        return steps.state.progress.step
 
     assert fork_ranks(3, scaled) == [1, 1, 1]
 
 
 def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_none():
-    def signs(world):
+    def without_a_gradient(world):
         net = torch.nn.ParameterDict({"used": torch.ones(2), "unused": torch.ones(2), "w": torch.ones(2)})
-        steps = Steps(net, Options(virtual_ranks=4), world)
-        (slices,) = steps.gradient.args
-        slices.begin(steps.state, torch.zeros(2), True)
-        for v in slices.own:
-            loss = net["w"].sum() - 0.0 * net["used"].sum() * (v == 2)
-            slices.backward(v, slices.measured(v, 0.25, torch.zeros(2)), loss)
-        slices.finish()
+
+        def task(model, samples):
+            used = net["used"].sum() if samples[1] == 2 else 0
+            return {"loss": (net["w"].sum() - 0.0 * used, 1), "acc": (0, 1)}
+
+        opts = Options(virtual_ranks=4)
+        v = torch.arange(4)
+        Steps(net, opts, world).backward(share_of(v, v, opts, world.rank, 2), task)
         return [name for name, p in net.items() if p.grad is None]
 
-    assert fork_ranks(2, signs) == [["unused"]] * 2
+    assert fork_ranks(2, without_a_gradient) == [["unused"]] * 2
 
 
-def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
-    def infinite(world, virtual_ranks):
+@pytest.mark.parametrize("virtual_ranks", [0, 8])
+def test_buffers_that_are_not_finite_stay_as_they_are(virtual_ranks):
+    def infinite(world):
         steps = small(world, virtual_ranks)
-        state = steps.state
-        steps.step(batch_at(world, 0, virtual_ranks))
-        counted = [int(b) for n, b in state.statistics.committed.items() if n.endswith("num_batches_tracked")]
-        return state.statistics.committed["0.infinite"].tolist(), counted
+        step(steps)
+        committed = steps.state.statistics.committed
+        counted = [int(b) for name, b in committed.items() if name.endswith("num_batches_tracked")]
+        return committed["0.infinite"].tolist(), counted
 
-    for virtual_ranks in (0, 8):
-        assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2
+    assert fork_ranks(2, infinite) == [([-torch.inf, 1.0], [1])] * 2
 
 
 @pytest.mark.parametrize("slices", [3, 8])
@@ -307,8 +251,8 @@ def test_a_step_on_gpus_sends_no_message_and_has_the_bits_of_one_that_does(monke
         batched = dist.batch_isend_irecv
         monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: messages.extend(ops) or batched(ops))
         steps = small(world, slices)
-        for step in range(2):
-            steps.step(batch_at(world, step, slices))
+        for _ in range(2):
+            step(steps)
         return len(messages), [p.tolist() for p in steps.state.names]
 
     sent = fork_ranks(3, stepped)
@@ -319,28 +263,23 @@ def test_a_step_on_gpus_sends_no_message_and_has_the_bits_of_one_that_does(monke
 
 def test_buckets_are_sent_in_one_order_whichever_thread_of_autograd_fills_them():
     """With a net over several devices autograd has a thread a device: in another order sums are swapped."""
-    order = []
-
-    class Noted:
-        def __init__(self, name, weight):
-            self.name = name
-            self.members = [weight]
-            self.waiting = {weight}
-
-        def collect(self, carries):
-            if self.name == "A":  # while it is added up, the other device is ready
-                other.start()
-                other.join(0.2)
-
-        def send(self):
-            order.append(self.name)
-
     net = torch.nn.Linear(2, 2)
     net(torch.ones(1, 2)).sum().backward()
     slices = Slices(net, ALONE, 1)
-    buckets = [Noted("A", net.weight), Noted("B", net.bias)]
-    slices.bucket_of = {bucket.members[0]: bucket for bucket in buckets}
-    slices.filling = [*buckets]
+    order = []
+
+    def the_other_device_is_ready(carries):
+        other.start()
+        other.join(0.2)
+
+    def bucket(name, weight, collect):
+        send = partial(order.append, name)
+        return SimpleNamespace(members=[weight], waiting={weight}, collect=collect, send=send)
+
+    first = bucket("A", net.weight, the_other_device_is_ready)
+    second = bucket("B", net.bias, lambda carries: None)
+    slices.bucket_of = {net.weight: first, net.bias: second}
+    slices.filling = [first, second]
     slices.carries = slices.next = 0
     other = threading.Thread(target=slices._ready, args=(net.bias,))
     slices._ready(net.weight)

@@ -1,6 +1,4 @@
-import importlib
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,18 +6,16 @@ from fakes import fake_streams
 from ranks import fork_ranks
 from refusals import refusal
 from safetensors.torch import load_file
-from samples import state_of
+from samples import ALONE, state_of
 from test_rescue import a_run, step
-from test_tasks import ALONE
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint.folder import checkpoints
 from common.data.samples import TensorSamples
 from common.extras.tasks import OwnTask
 from common.options import Options
 from common.training import evaluate
-from common.training.evaluate import BLOCK, block_size
+from common.training.evaluate import BLOCK
 from common.training.tasks import SHOWN_SAMPLES
 
 
@@ -36,8 +32,7 @@ def made():
 
 def metrics_of(world, n, ema=0.0):
     net = made()
-    opts = Options(ema_decay=ema)
-    state = state_of(net, opts, n)
+    state = state_of(net, Options(ema_decay=ema), n)
     if ema:
         for tensor in state.averages.tensors.values():
             tensor.zero_()
@@ -59,32 +54,6 @@ def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_samp
             assert metrics == alone, "with the predictions and labels of a small set, on every rank"
 
 
-@pytest.mark.parametrize("blocks", [10, 10_000])
-def test_a_rank_makes_no_tensor_for_the_blocks_of_others(blocks, monkeypatch):
-    module = importlib.import_module("common.training.evaluate")  # the door has a function of this name
-    monkeypatch.setattr(module, "gather", lambda world, value: [value])
-    world = SimpleNamespace(rank=0, size=blocks, all_sum=lambda totals: totals)
-    split = split_of(5)
-    split.__class__ = type("Long", (TensorSamples,), {"__len__": lambda self: blocks * BLOCK})
-    split.fetch = lambda ids, *_: (torch.zeros(len(ids), 5), torch.zeros(len(ids), dtype=torch.long))
-    net = made()
-    state = state_of(net, Options())
-    with Tensors() as made_by_torch:
-        evaluate(net, split, state, world, state.task)
-    assert made_by_torch.count < 150
-
-
-class Tensors(TorchDispatchMode):
-    """Counts the tensors that operations return."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **kwargs or {})
-        self.count += len(result) if isinstance(result, (list, tuple)) else 1
-        return result
-
-
 def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
     ((found, weight),) = fork_ranks(1, metrics_of, 9, 0.9)
     assert found["val_loss"] == pytest.approx(1.0986, abs=1e-3)  # all zero: log 3
@@ -93,14 +62,9 @@ def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
 
 
 def test_a_judge_that_returns_nothing_for_one_block_is_told_so():
+    task = OwnTask(lambda net, batch: {"acc": (1, 1)} if len(batch[0]) < BLOCK else None, [], spec="judge")
     net = nn.Linear(5, 3)
-
-    def judge(net, batch):
-        if len(batch[0]) == BLOCK:
-            return {"acc": (1, 1)}
-
     with refusal("what --task judge returned"):
-        task = OwnTask(judge, [], spec="judge")
         evaluate(net, split_of(BLOCK + 1), state_of(net, Options()), ALONE, task)
 
 
@@ -115,37 +79,24 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
             step(state)
             step(state)
             wanted = {n: t.clone() for n, t in state.net.state_dict().items()}
-            write = store.saver.write
             changed = threading.Event()
+            write = store.saver.write
             store.saver.write = lambda *args: (changed.wait(20), write(*args))[1]
             store.save()
-            split = split_of(8, 4)
 
-            def land():
+            def land(net, batch):
                 changed.set()
                 store.saver.wait()
+                return {"loss": (0.0, 1)}
 
-            if between == "evaluate":
-                fetch = split.fetch
-                split.fetch = lambda *args: (land(), fetch(*args))[1]  # while the net has the averages
-                evaluate(state.net, split, state, world, state.task)
+            if between == "evaluate":  # the net has the averages
+                evaluate(state.net, split_of(8, 4), state, world, OwnTask(land, []))
             else:
                 step(state)
-                land()
+                land(state.net, None)
             store.close()
         ((_, folder),) = checkpoints(run)
-        return [
-            n for n, t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])
-        ]
+        found = load_file(folder / "model.safetensors")
+        return [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])]
 
     assert fork_ranks(1, live) == [[]]
-
-
-def test_an_evaluation_with_many_classes_takes_few_samples_at_once_and_any_world_the_same_ones():
-    def size(tokens, classes, **more):
-        return block_size(SimpleNamespace(tokens=tokens, classes=classes), Options(**more))
-
-    assert [size(1, 10), size(128, 256), size(128, 50304), size(1024, 50304)] == [256, 32, 2, 1]
-    assert size(1, None, micro_batch_size=8) == 8
-    assert size(1, None, task="own.py:loss", micro_batch_size=8) == 8
-    assert size(1, None, task="own.py:loss", virtual_ranks=4, global_batch_size=66) == 17

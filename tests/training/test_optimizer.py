@@ -3,9 +3,7 @@
 torch's own list of optimizers, with their settings, says what there is.
 """
 
-import contextlib
 import inspect
-import itertools
 import sys
 import unittest
 from types import ModuleType
@@ -16,12 +14,11 @@ from ranks import fork_ranks
 from refusals import refusal
 from samples import state_of
 from torch import nn
-from torch.nn import functional as F
 
 from common.errors import UserError
 from common.options import parse_options
 from common.options.registry import RATE, RATES
-from common.training.optimizer import named_state, parts_of, take_state
+from common.training.optimizer import named_state, take_state
 
 CANNOT = {  # what torch lists and we refuse, and why
     "LBFGS": "needs the loss several times in one step",
@@ -31,11 +28,9 @@ CANNOT = {  # what torch lists and we refuse, and why
 
 def torchs_list(world):
     """[(optimizer, settings)]; in a process of its own, as importing it sets switches."""
-    with contextlib.suppress(ImportError):
-        import expecttest  # noqa: F401
-    if "expecttest" not in sys.modules:  # torch's list uses nothing of it but the name
-        sys.modules["expecttest"] = ModuleType("expecttest")
-        sys.modules["expecttest"].TestCase = unittest.TestCase
+    stub = ModuleType("expecttest")  # torch's list uses nothing of it but the name
+    stub.TestCase = unittest.TestCase
+    sys.modules.setdefault("expecttest", stub)
     from torch.testing._internal.common_optimizers import optim_db
 
     return [
@@ -74,21 +69,16 @@ def able(optimizers):
 def net_for(name):
     torch.manual_seed(0)
     bias = name != "Muon"  # which takes matrices alone
-    two_of_a_kind = nn.Sequential(nn.Linear(6, 6, bias), nn.Linear(6, 6, bias), nn.Linear(6, 4, bias))
-    return nn.Sequential(nn.Flatten(), nn.Linear(144, 6, bias), nn.Tanh(), two_of_a_kind)
+    return nn.Sequential(nn.Linear(6, 6, bias), nn.Tanh(), nn.Linear(6, 4, bias))
 
 
 def train(step, net):
     torch.manual_seed(step)
-    x = torch.randn(8, 1, 12, 12)
-    y = torch.randint(4, (8,))
-    F.cross_entropy(net(x), y).backward()
+    net(torch.randn(8, 6)).exp().mean().backward()
 
 
-def made(name, settings, *more):
-    opts = parse_options("", [*flags_of(name, settings), *more], "ddp")
-    net = net_for(name)
-    return state_of(net, opts, 1000)
+def made(name, settings):
+    return state_of(net_for(name), parse_options("", flags_of(name, settings), "ddp"), 1000)
 
 
 @torch.no_grad()
@@ -114,7 +104,6 @@ def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_ch
         state = made(name, settings)
         net = net_for(name)
         plain = getattr(torch.optim, name)(net.parameters(), **full(name, settings))
-        before = captured(state)
         for step in range(4):
             resumed = made(name, settings)
             resume(resumed, state)
@@ -127,8 +116,6 @@ def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_ch
             equal = all(map(torch.equal, net.parameters(), state.net.parameters()))
             if not equal or not same(captured(state), captured(resumed)):
                 wrong.append((name, settings, step))
-        if same(captured(state), before):
-            wrong.append((name, settings, "does not train"))
     assert not wrong
 
 
@@ -154,67 +141,19 @@ def test_rates_left_open_are_torchs_own(listed):
 OWN = """
 import torch
 
-class Plain(torch.optim.SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self.state[weight]["turn"] = self.state[weight].get("turn", 0) + 1
-        return super().step(closure)
-
-class Smooth(torch.optim.SGD):
-    def step(self, closure=None):
-        for weight in self.param_groups[0]["params"]:
-            mean = self.state[weight].setdefault("ema", torch.zeros_like(weight))
-            weight.grad = mean.lerp_(weight.grad, 0.1).clone()
-        return super().step(closure)
-
-class Anchored(torch.optim.SGD):
-    def step(self, closure=None):
-        for weight in self.param_groups[0]["params"]:
-            if "anchor" not in self.state[weight]:
-                self.state[weight]["anchor"] = weight.clone()
-        return super().step(closure)
-
-class Counting(torch.optim.SGD):
-    def step(self, closure=None):
-        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
-        return super().step(closure)
-
-class First(torch.optim.SGD):
-    def step(self, closure=None):
-        for weight in self.param_groups[0]["params"]:
-            mean = self.state[weight].setdefault("mean", weight.grad.clone())
-            weight.data.sub_(mean.lerp_(weight.grad, 0.1))
-
-def first(net, opts):
-    return First(net.parameters(), lr=opts.lr)
-
-def counting(net, opts):
-    return Counting(net.parameters(), lr=opts.lr)
-
 def scaled(net, opts):
-    groups = [{"params": net[1].parameters()}, {"params": net[3].parameters(), "scale": 0.1}]
+    groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "scale": 0.1}]
     return torch.optim.NAdam(groups, weight_decay=opts.weight_decay)
 
 def half(net):
-    return torch.optim.SGD(net[1].parameters(), lr=1e-3)
+    return torch.optim.SGD(net[0].parameters(), lr=1e-3)
 
 def faster(net, opts):
-    groups = [{"params": net[1].parameters(), "lr": 0.5}, {"params": net[3].parameters()}]
+    groups = [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}]
     return torch.optim.SGD(groups, lr=opts.lr)
 
 def nothing(net, opts):
     return 3
-
-def plain(net, opts):
-    return Plain(net.parameters(), lr=opts.lr)
-
-def smooth(net, opts):
-    return Smooth(net.parameters(), lr=opts.lr)
-
-def anchored(net, opts):
-    torch.nn.init.zeros_(net[3][0].weight)  # the others of its kind do not begin with zeros
-    return Anchored(net.parameters(), lr=opts.lr)
 
 def lbfgs(net, opts):
     return torch.optim.LBFGS(net.parameters(), lr=opts.lr)
@@ -232,44 +171,9 @@ def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
 
     def build(*flags):
-        opts = parse_options("", list(flags), "ddp")
-        net = net_for("")
-        return state_of(net, opts, 640)
+        return state_of(net_for(""), parse_options("", list(flags), "ddp"), 640)
 
     return build
-
-
-@pytest.mark.parametrize("name", ["plain", "smooth", "anchored", "counting", "first"])
-@pytest.mark.parametrize("averages", [(), ("--ema-decay=0.5",)])
-def test_what_an_optimizer_of_ones_own_remembers_comes_back_by_name(own, name, averages):
-    one, resumed = (own(f"--optimizer=own.py:{name}", "--lr=0.1", *averages) for _ in range(2))
-    for step in range(2):
-        train(step, one.net)
-        one.update(8)
-    resume(resumed, one)
-    for state in (one, resumed):
-        train(2, state.net)
-        state.update(8)
-    assert same(captured(one), captured(resumed))
-    if name == "anchored":
-        assert not torch.equal(*(one.optimizer.state[p]["anchor"] for p in [*one.names][2:5:2]))
-
-
-@pytest.mark.parametrize(
-    "flag, words",
-    [("--optimizer=own.py:lbfgs", "closure"), ("--optimizer-args=amsgrad='x'", "optimizer adam: TypeError")],
-)
-def test_an_optimizer_that_cannot_take_a_step_is_refused_at_its_first_one(own, flag, words):
-    state = own(flag)
-    train(0, state.net)
-    with refusal(words):
-        state.update(8)
-
-
-def test_an_iterator_that_an_optimizer_keeps_is_left_alone():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-    optimizer.numbers = itertools.count()
-    assert parts_of(optimizer) == [optimizer] and next(optimizer.numbers) == 0
 
 
 def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
@@ -282,25 +186,28 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
     factors = [min(1, (step + 1) / 4) * (1 - step / 30) for step in range(3)]  # 10 steps an epoch, 3 epochs
     assert rates == [[0.5 * f, 0.5 * f * 0.1] for f in factors]
     assert [group["weight_decay"] for group in state.optimizer.param_groups] == [0.3, 0.3]
-    moments = {values["mu_product"].item() for values in state.optimizer.state.values()}
-    assert len(moments) == 1 and 0 < moments.pop() < 0.9
 
 
 @pytest.mark.parametrize(
     "flag, words",
     [
-        ("--optimizer=own.py:half", "3.0.weight trains, but is in no group"),
+        ("--optimizer=own.py:half", "2.weight trains, but is in no group"),
         ("--optimizer=own.py:faster", "its lr=0.5 cannot take effect, --lr is 0.001"),
         ("--optimizer=own.py:nothing", "return a torch.optim.Optimizer"),
         ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),
         ("--optimizer-args=lr=1", "lr is a flag, too"),
         ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),
         ("--optimizer=muon", "Muon only supports 2D"),
+        # in the first step
+        ("--optimizer=own.py:lbfgs", "closure"),
+        ("--optimizer-args=amsgrad='x'", "optimizer adam: TypeError"),
     ],
 )
 def test_an_optimizer_or_a_schedule_that_cannot_be_right_is_refused(own, flag, words):
     with refusal(words):
-        own(flag)
+        state = own(flag)
+        train(0, state.net)
+        state.update(8)
 
 
 def test_moments_of_a_weight_stay_if_it_is_frozen_and_are_not_dropped_if_its_group_lacks_it():
@@ -322,14 +229,12 @@ def test_flags_of_the_update_rule_reach_it(own):
     for flags, name, wanted in [
         (["--optimizer=AdamW", "--optimizer-args=betas=(0.8,0.95)"], "betas", (0.8, 0.95)),
         (["--optimizer=adamw"], "fused", True),
-        (["--optimizer=sgd", "--optimizer-args=nesterov=True"], "nesterov", True),
         (["--optimizer=rmsprop", "--momentum=0.5"], "momentum", 0.5),
-        (["--optimizer=sgd", "--optimizer-args=momentum=0.5"], "momentum", 0.5),
         (["--optimizer=adadelta"], "lr", 1.0),
     ]:
         assert own(*flags).optimizer.defaults[name] == wanted
     groups = own("--weight-decay=0.1", "--no-decay-1d").optimizer.param_groups
     assert [(group["weight_decay"], [p.dim() for p in group["params"]]) for group in groups] == [
-        (0.1, [2] * 4),
-        (0.0, [1] * 4),
+        (0.1, [2] * 2),
+        (0.0, [1] * 2),
     ]

@@ -1,4 +1,3 @@
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -6,12 +5,13 @@ import pytest
 import torch
 from ranks import fork_ranks
 from refusals import refusal
-from samples import ALONE, Samples, Steps, share_of
+from samples import ALONE, CPU, Samples, Steps, share_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import blamed
 from common.extras.devices import CpuReplicas, replicate
+from common.extras.fp16 import Scaler
 from common.options import Options
 from common.training.replicas import Called
 from common.training.step import nothing
@@ -37,13 +37,6 @@ def batch_of(size, rank=0, world=1, opts=None):
     return share_of(x, y, opts or Options(), rank, world)
 
 
-def gradient_of(world, size, flags):
-    net = small_net()
-    steps = steps_of(net, world, **flags)
-    totals = world.all_sum(steps.backward(batch_of(size, world.rank, world.size, steps.state.opts)))
-    return [p.grad.clone().tolist() for p in net.parameters()], totals.tolist()
-
-
 def full_batch_gradient(size, smoothing=0.0):
     net = small_net()
     batch = batch_of(size)
@@ -52,6 +45,11 @@ def full_batch_gradient(size, smoothing=0.0):
     loss.backward()
     right = (out.argmax(1) == batch.y).sum().item()
     return [p.grad for p in net.parameters()], [loss.item() * size, size, right, size]
+
+
+def assert_near(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.tensor(a, dtype=torch.float64), b, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -65,30 +63,47 @@ def full_batch_gradient(size, smoothing=0.0):
     ],
 )
 def test_the_gradient_is_the_full_batch_gradient_at_any_world_size_and_micro_batch(world, size, flags):
+    def gradient(world):
+        net = small_net()
+        steps = steps_of(net, world, **flags)
+        totals = world.all_sum(steps.backward(batch_of(size, world.rank, world.size, steps.state.opts)))
+        return [p.grad.tolist() for p in net.parameters()], totals.tolist()
+
     wanted, totals = full_batch_gradient(size, flags.get("label_smoothing", 0.0))
-    for grads, found in fork_ranks(world, gradient_of, size, flags):
-        for a, b in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(torch.tensor(a, dtype=torch.float64), b, rtol=0, atol=1e-12)
+    for grads, found in fork_ranks(world, gradient):
+        assert_near(grads, wanted)
         far = 1e-6 if "virtual_ranks" in flags else 0  # slices are summed in float32
         assert found == pytest.approx(totals, rel=far, abs=1e-12)
 
 
-def step_with_batch_norm(world):
-    net = small_net(norm=True)
-    steps = steps_of(net, world)
-    for size in (9, 8, 2):  # the last one leaves ranks without a sample
-        batch = batch_of(size, world.rank, world.size)
-        net.train(len(batch.ids) != 1)
-        steps.step(batch)
-    views = net.named_buffers(), steps.state.statistics.committed.items()
-    return [{n: b.tolist() for n, b in view} for view in views]
+@pytest.mark.parametrize("world", [1, 2])
+def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count(world):
+    def moved(world):
+        net = small_net()
+        steps = steps_of(net, world, optimizer="sgd", momentum=0.0, lr=1.0)
+        steps.state.scaler = Scaler("cpu", init_scale=1024.0)
+        steps.step(batch_of(17, world.rank, world.size))
+        pairs = zip(small_net().parameters(), net.parameters(), strict=True)
+        return [(before - after).tolist() for before, after in pairs]
+
+    for found in fork_ranks(world, moved):
+        assert_near(found, full_batch_gradient(17)[0])
 
 
 def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
-    views = fork_ranks(3, step_with_batch_norm)
-    assert views[0] == views[1] == views[2]
-    assert views[0][0] == views[0][1]
-    assert views[0][0]["2.num_batches_tracked"] >= 2
+    def step(world):
+        net = small_net(norm=True)
+        steps = steps_of(net, world)
+        for size in (9, 8, 2):  # the last one leaves ranks without a sample
+            batch = batch_of(size, world.rank, world.size)
+            net.train(len(batch.ids) != 1)
+            steps.step(batch)
+        committed = steps.state.statistics.committed
+        return [{name: b.tolist() for name, b in view} for view in (net.named_buffers(), committed.items())]
+
+    first, *others = fork_ranks(3, step)
+    assert others == [first] * 2 and first[0] == first[1]
+    assert first[0]["2.num_batches_tracked"] >= 2
 
 
 @pytest.mark.parametrize(
@@ -102,16 +117,11 @@ def test_cpu_replicas_get_the_chunks_that_gpus_would_get(size, count, sizes):
     batch = batch_of(size)
     nn.functional.cross_entropy(model(batch.x), batch.y).backward()
     assert seen == sizes
-    for p, wanted in zip(net.parameters(), full_batch_gradient(size)[0], strict=True):
-        torch.testing.assert_close(p.grad, wanted, rtol=0, atol=1e-12)
+    assert_near([p.grad.tolist() for p in net.parameters()], full_batch_gradient(size)[0])
 
 
-class InAThread(nn.Module):
+class InAThread(CpuReplicas):
     """As nn.DataParallel runs a replica: with autocast on, but of a new thread's default type."""
-
-    def __init__(self, net, count):
-        super().__init__()
-        self.module = net
 
     def forward(self, x):
         def work():
@@ -122,16 +132,18 @@ class InAThread(nn.Module):
             return pool.submit(work).result()
 
 
+TWO = SimpleNamespace(devices=(CPU, CPU), device=CPU)
+
+
 def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     """A new thread's own type is bfloat16 on CPUs, so the other one is asked for; on GPUs it is float16."""
-    monkeypatch.setattr(sys.modules["common.extras.devices"], "CpuReplicas", InAThread)
+    monkeypatch.setattr("common.extras.devices.CpuReplicas", InAThread)
     net = small_net().float()
     opts = Options(script="dp", amp="fp16")
     seen = []
     net[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
-    world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
-    state = SimpleNamespace(net=net, opts=opts, heartbeat=0, device=world.device)
-    Called(replicate(net, opts, world), state)(batch_of(7).x.float())
+    state = SimpleNamespace(net=net, opts=opts, heartbeat=0, device=CPU)
+    Called(replicate(net, opts, TWO), state)(batch_of(7).x.float())
     assert seen == [torch.float16]
 
 
@@ -150,28 +162,24 @@ def test_a_net_that_fails_on_a_batch_is_refused_at_any_step_with_its_file_and_li
 
 
 def test_compiled_code_is_not_copied_to_many_devices():
-    net = small_net()
-    opts = Options(script="dp", compile=True)
-    one = torch.device("cpu")
     with refusal("--compile: train_dp.py copies the net to its devices"):
-        replicate(net, opts, SimpleNamespace(devices=(one, one), device=one))
-
-
-def synced(world, size, micro):
-    """Samples of each forward of a rank under --sync-bn; in each, SyncBatchNorm would wait for all ranks."""
-    net = small_net()
-    seen = []
-    steps = steps_of(net, world, sync_bn=True, micro_batch_size=micro)
-    net.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
-    steps.backward(batch_of(size, world.rank, world.size, steps.state.opts))
-    return seen
+        replicate(small_net(), Options(script="dp", compile=True), TWO)
 
 
 @pytest.mark.parametrize("world, size, micro", [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2)])
 def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(world, size, micro):
-    forwards = fork_ranks(world, synced, size, micro)
-    assert len({len(seen) for seen in forwards}) == 1 and sum(map(sum, forwards)) == size
-    assert all(n <= (micro or size) for seen in forwards for n in seen)
+    def forwards(world):
+        """The samples of each; in each, SyncBatchNorm would wait for all ranks."""
+        net = small_net()
+        seen = []
+        steps = steps_of(net, world, sync_bn=True, micro_batch_size=micro)
+        net.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
+        steps.backward(batch_of(size, world.rank, world.size, steps.state.opts))
+        return seen
+
+    found = fork_ranks(world, forwards)
+    assert len({len(seen) for seen in found}) == 1 and sum(map(sum, found)) == size
+    assert all(n <= (micro or size) for seen in found for n in seen)
 
 
 class Turning(nn.Module):
@@ -201,30 +209,19 @@ def test_a_complex_buffer_stays_what_it_is_and_a_large_counter_counts(slices):
     assert fork_ranks(2, step) == [(True, 2**24 + 2)] * 2
 
 
-class Flawed(nn.Module):
-    """A weight without a part in the loss; or one with three, each in a backward of its own."""
-
-    def __init__(self, slices):
-        super().__init__()
-        self.first = nn.Linear(6, 3).double()
-        self.inner = nn.Linear(3, 3).double()
-        self.slices = slices
+class Recomputed(nn.Linear):
+    """A weight with three parts in the loss, each in a backward of its own."""
 
     def forward(self, x):
-        x = self.first(x)
-        for _ in range(3 * bool(self.slices)):
-            x = checkpoint(self.inner, x, use_reentrant=True)
+        for _ in range(3):
+            x = checkpoint(super().forward, x, use_reentrant=True)
         return x
 
 
-@pytest.mark.parametrize("slices, words", [(0, "finished reduction"), (4, "use_reentrant=False")])
-def test_a_gradient_that_ranks_would_not_average_whole_is_refused_before_the_update(slices, words):
-    def live(world):
-        steps = steps_of(Flawed(slices), world, virtual_ranks=slices)
-        with refusal(words):
-            steps.backward(batch_of(16, world.rank, world.size, steps.state.opts))
-
-    fork_ranks(2, live)
+def test_slices_refuse_a_gradient_that_comes_in_more_than_one_backward():
+    steps = steps_of(nn.Sequential(nn.Linear(6, 3), Recomputed(3, 3)).double(), virtual_ranks=4)
+    with refusal("use_reentrant=False"):
+        steps.backward(batch_of(16, opts=steps.state.opts))
 
 
 def test_a_rank_without_samples_has_a_gradient_of_complex_weights_too():

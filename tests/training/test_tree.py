@@ -52,25 +52,15 @@ def test_every_world_adds_along_the_same_tree():
 
 
 def test_a_thousand_ranks_add_along_the_same_tree():
-    tree = whole(0, 4096, 4096)
-    for world in (999, 1023, 1024):
-        assert sum_of(4096, world) == tree
-
-
-def test_a_rank_sends_one_sum_when_slices_and_ranks_are_powers_of_two():
-    for k in range(6):
-        for slices in (2**k, 64, 4096):
-            assert tree_of(slices, 2**k)[0] == [1] * 2**k, slices
-    assert [tree_of(6, world)[0] for world in (2, 3)] == [[2, 2], [1, 1, 1]]
+    assert sum_of(4096, 999) == sum_of(4096, 1024) == whole(0, 4096, 4096)
 
 
 def test_slices_hold_the_same_samples_at_any_world_and_a_rank_owns_neighbours():
-    for size in (1, 7, 8, 9, 64, 4096, 10_000):
-        for slices, worlds in ((1, (1,)), (8, range(1, 9)), (4096, (999, 1023, 1024))):
+    for size in (1, 7, 8, 9, 64, 10_000):
+        for slices, worlds in ((1, (1,)), (8, range(1, 9)), (4096, (999, 1024))):
             cuts = [share(size, v, slices) for v in range(slices)]
-            assert len(cuts[-1]) > 0, "the last slice has a sample, however short the batch"
             for world in worlds:
                 for rank in range(world):
-                    mine = share(slices, rank, world)
-                    samples = share(size, rank, world, slices)
-                    assert list(samples) == [i for v in mine for i in cuts[v]]
+                    mine = [i for v in share(slices, rank, world) for i in cuts[v]]
+                    assert list(share(size, rank, world, slices)) == mine
+            assert cuts[-1], "the last slice has a sample, however short the batch"
