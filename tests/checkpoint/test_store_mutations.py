@@ -14,12 +14,12 @@ import textwrap
 
 import pytest
 import ranks
-from test_store_frozen import by_data
+from test_store_frozen import by_numpy
 
 DEADLINE = 100
 CRASH = "crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole"
 BITS = "damage", "every_single_bit_of_every_file_falls_back_when_it_flips", 4
-FROZEN = "frozen", "a_weight_that_moves_though_it_does_not_train_is_written", by_data
+FROZEN = "frozen", "a_weight_that_moves_though_it_does_not_train_is_written", by_numpy
 FSYNC = "faults", "a_failed_fsync_is_never_retried_on_the_same_file"
 RETRIED = "faults", "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"
 READS = "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted"
