@@ -49,21 +49,6 @@ def test_the_best_checkpoint_is_printed_as_a_path(tmp_path, capsys):
     assert code == 3 and "no evaluated checkpoint" in said
 
 
-def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_one_before(tmp_path, capsys):
-    """Rank 0 has died as it saved step 2, the best, and a survivor has saved step 3; or another run."""
-    run = trained(tmp_path, steps=(1, 3), best=3)
-    opts = options(tmp_path)
-    with a_life(options(tmp_path / "new", resume=f"{run}/checkpoints/step-00000003")) as life:
-        assert life.state.progress.best == {"step": 3}
-    with a_life(opts) as life:
-        life.state.progress.best = {"val_acc": 0.6, "loss": 0.5, "step": 2}
-        save(life, 4)
-    with a_life(opts, said=(said := [])) as life:
-        assert "no checkpoint of step 2" in said[0]
-        assert life.state.progress.best == {"val_acc": 0.5, "loss": 0.5, "step": 3}
-    assert "step-00000003" in asked(capsys, run, "--best")[1]
-
-
 def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys):
     run = trained(tmp_path)
     file = tmp_path / "w.safetensors"

@@ -8,12 +8,10 @@ from jobs import CLEAN, PACED, audit, events, wait_for
 from jobs import lives as lives_of
 from netfs import served
 from ranks import fork_ranks
-from stores import announced_rescue, at_step, end, options, resumes_at, started, steps_of, write
+from stores import announced_rescue, options, resumes_at, started, steps_of, write
 
 from common import place
 from common.checkpoint import fence
-
-LATE = 2  # seconds; NFS: up to 60
 
 
 def becomes(machine):
@@ -41,36 +39,20 @@ def test_a_training_with_a_kill_on_a_slow_disk_ends_like_any_other(jobs, tmp_pat
         assert audit(run) == CLEAN
 
 
-def test_the_nodes_of_a_job_that_start_into_a_new_shared_folder_find_it_to_be_one(tmp_path):
+def test_the_nodes_of_a_job_find_a_new_folder_to_be_one_and_any_of_them_saves_what_the_owner_would_have(
+    tmp_path,
+):
     """Each has just looked for the folder, and its machine remembers that there was none."""
-    with served(tmp_path, machines=3, late=LATE) as fs:
-
-        def begin(world):
-            becomes(world.rank)
-            opts = options(fs.mounts[world.rank])
-            assert not os.path.exists(opts.run_dir / "checkpoints")
-            world.barrier()
-            store, state = started(opts, world)
-            if store.owns:
-                write(store, 3)
-            world.barrier()
-            return store.owns, store.writer.staging.name, end(store)
-
-        found = fork_ranks(3, begin, node_size=1)
-        assert [owns for owns, *_ in found] == [True, False, False] and len(set(found[1:])) == 1
-        assert steps_of(options(fs.server)) == [3]
-
-
-def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path):
-    with served(tmp_path, machines=2, late=LATE) as fs:
+    with served(tmp_path, machines=2, late=2) as fs:  # seconds; NFS: up to 60
 
         def live(world):
             becomes(world.rank)
             opts = options(fs.mounts[world.rank])
-            store, state = started(opts, world)
+            assert not os.path.exists(opts.run_dir / "checkpoints")
+            world.barrier()
+            store, _ = started(opts, world)
             if store.owns:
-                at_step(state, 3)
-                store.save()
+                write(store, 3)
             world.barrier()
             if world.rank == 0:
                 world.store.wait(["rescued"])
@@ -81,4 +63,5 @@ def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path)
 
         assert fork_ranks(2, live, node_size=1, may_die=[0]) == [1, "step 4 saved by rank 1"]
         becomes(2)
-        assert resumes_at(options(fs.mounts[0]), 4)
+        opts = options(fs.mounts[0])
+        assert resumes_at(opts, 4) and steps_of(opts) == [4, 3]
