@@ -1,9 +1,7 @@
 """What a finished run is good for: its best checkpoint by name, its weights as a file that anybody reads."""
 
-import importlib
 from functools import partial
 
-import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from stores import a_life, at_step, expected, options, save, tiny_net
@@ -24,91 +22,72 @@ class Tied(nn.Module):
 
 
 def trained(folder, steps=(1, 2), best=1):
+    """A run with these checkpoints, of which one was evaluated."""
     opts = options(folder)
     with a_life(opts) as life:
         for step in steps:
             at_step(life.state, step)
             if step == best:
-                life.state.progress.best = {"val_acc": 0.5, "loss": 0.5, "step": best}
+                life.state.record_evaluation({"val_acc": 0.5, "val_loss": 0.5})
             save(life, step)
     return opts.run_dir
 
 
+def asked(capsys, *words):
+    """(exit code, output, errors) of python -m common.checkpoint."""
+    return main([*map(str, words)]), *capsys.readouterr()
+
+
 def test_the_best_checkpoint_is_printed_as_a_path(tmp_path, capsys):
     run = trained(tmp_path, steps=(1, 2, 3, 4), best=2)
-    assert main([str(run), "--best"]) == 0
-    assert capsys.readouterr().out == f"{run}/checkpoints/step-00000002\n"
-    assert main([f"{run}/checkpoints/step-00000002"]) == 0
-    assert capsys.readouterr().out.startswith("step-00000002  whole")
-    assert main([str(run), "--best", "--digest"]) == 0
-    assert capsys.readouterr().out.startswith("step-00000002  whole")
-
-
-def test_without_an_evaluation_there_is_no_best(tmp_path, capsys):
-    assert main([str(trained(tmp_path, best=None)), "--best"]) == 3
-    assert "no evaluated checkpoint" in capsys.readouterr().err
-
-
-def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_one_before(tmp_path, capsys):
-    """Rank 0 has died as it saved step 2, the best, and a survivor has saved step 3; or another run."""
-    run = trained(tmp_path, steps=(1, 3), best=3)
-    opts = options(tmp_path)
-    with a_life(options(tmp_path / "new", resume=f"{run}/checkpoints/step-00000003")) as life:
-        assert life.state.progress.best == {"step": 3}
-    with a_life(opts) as life:
-        assert life.state.progress.best["val_acc"] == 0.5
-        life.state.progress.best["step"] = 2
-        save(life, 4)
-    with a_life(opts, said=(said := [])) as life:
-        assert "no checkpoint of step 2" in said[0]
-        assert life.state.progress.best == {"val_acc": 0.5, "loss": 0.5, "step": 3}
-        save(life, 5)
-    assert main([str(run), "--best"]) == 0 and "step-00000003" in capsys.readouterr().out
+    best = run / "checkpoints/step-00000002"
+    assert asked(capsys, run, "--best") == (0, f"{best}\n", "")
+    for words in ([best], [run, "--best", "--digest"]):
+        code, output, _ = asked(capsys, *words)
+        assert code == 0 and output.startswith("step-00000002  whole")
+    code, _, said = asked(capsys, trained(tmp_path / "new", best=None), "--best")
+    assert code == 3 and "no evaluated checkpoint" in said
 
 
 def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys):
     run = trained(tmp_path)
     file = tmp_path / "w.safetensors"
-    model = run / "checkpoints/step-00000001/model.safetensors"
+    best = run / "checkpoints/step-00000001"
+    model = best / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"!")
-    assert main([str(run), "--best", "--export", str(file)]) == 3 and not file.exists()
-    assert main([f"{run}/checkpoints/step-00000001", "--export", str(file)]) == 3 and not file.exists()
-    assert main([str(run), "--export", str(file)]) == 0 and "of step 2" in capsys.readouterr().out
-    assert main([str(run)]) == 0 and "1 of 2 damaged: " in capsys.readouterr().err
+    for words in ([run, "--best"], [best]):
+        assert asked(capsys, *words, "--export", file)[0] == 3 and not file.exists()
+    code, output, _ = asked(capsys, run, "--export", file)
+    assert code == 0 and "of step 2" in output
+    code, _, said = asked(capsys, run)
+    assert code == 0 and "1 of 2 damaged: " in said
 
 
 def test_an_export_says_what_was_done_to_pictures(tmp_path, capsys, monkeypatch):
     run = trained(tmp_path)
     options = {"dataset": "imagefolder", "image_size": 64}
     monkeypatch.setattr("common.checkpoint.__main__.read_options", lambda run: options)
-    assert main([str(run), "--export", f"{tmp_path}/w.pt"]) == 0
-    assert f"\nits pictures: {as_imagefolder(64)}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", ["common.checkpoint.__main__", "common.ledger.__main__", "common.replay"])
-def test_every_option_of_a_command_has_a_text_in_its_help(command, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        importlib.import_module(command).main(["--help"])
-    _, options = capsys.readouterr().out.split("options:")
-    for option in options.split("\n  -")[1:]:
-        assert [word for word in option.split() if word.islower() and word[0] != "-"][1:], option
+    _, output, _ = asked(capsys, run, "--export", f"{tmp_path}/w.pt")
+    assert f"\nits pictures: {as_imagefolder(64)}\n" in output
 
 
 def test_an_export_is_in_the_format_that_its_suffix_says_and_loads_strictly_into_the_bare_net(
     tmp_path, capsys
 ):
     run = trained(tmp_path)
-    read = {"safetensors": load_file, "pt": partial(torch.load, weights_only=True)}
-    for flags, step, suffix in (([], 2, "safetensors"), (["--best"], 1, "safetensors"), ([], 2, "pt")):
+    for words, step, suffix, read in (
+        ([], 2, "safetensors", load_file),
+        (["--best"], 1, "safetensors", load_file),
+        ([], 2, "pt", partial(torch.load, weights_only=True)),
+    ):
         file = tmp_path / f"w.{suffix}"
-        assert main([str(run), *flags, "--export", str(file)]) == 0
+        assert asked(capsys, run, *words, "--export", file)[0] == 0
         net = tiny_net()
-        net.load_state_dict(read[suffix](file))
+        net.load_state_dict(read(file))
         for name, tensor in net.state_dict().items():
             assert torch.equal(tensor, expected(tensor, step)), name
-    capsys.readouterr()
-    assert main([str(run), "--export", f"{tmp_path}/w.onnx"]) == 2
-    assert "end the name in .safetensors, or in .pt" in capsys.readouterr().err
+    code, _, said = asked(capsys, run, "--export", f"{tmp_path}/w.onnx")
+    assert code == 2 and "end the name in .safetensors, or in .pt" in said
     assert sorted(path.name for path in tmp_path.glob("*w*")) == ["w.pt", "w.safetensors"]
 
 
@@ -120,13 +99,9 @@ def test_averages_take_the_place_of_the_weights_and_tied_ones_are_there_once(tmp
             tensor.fill_(7.0)
         life.store.save()
     file = tmp_path / "w.safetensors"
-    assert main([str(opts.run_dir), "--export", str(file)]) == 0
-    assert "step 1, head.weight is words.weight" in capsys.readouterr().out
+    assert "step 1, head.weight is words.weight" in asked(capsys, opts.run_dir, "--export", file)[1]
     found = load_file(file)
     assert "head.weight" not in found and found["norm.running_var"].tolist() == [1.0, 2.0, 3.0]
     net = Tied()
-    other = Tied()
     assert load_model(net, file) == (set(), [])  # it looks for tied weights
-    assert other.load_state_dict(found, strict=False).missing_keys == ["head.weight"]
-    for one in (net, other):
-        assert all((p == 7).all() for p in one.parameters()) and one.head.weight is one.words.weight
+    assert all((p == 7).all() for p in net.parameters()) and net.head.weight is net.words.weight

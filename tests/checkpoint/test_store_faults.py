@@ -22,20 +22,16 @@ from stores import (
     refused,
     resumes_at,
     save,
-    started,
     steps_of,
-    tiny_state,
     two_checkpoints,
     write,
 )
 
-from common.checkpoint import disk, tensors, writer
+from common.checkpoint import disk, tensors
 from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import checkpoints, committed
-from common.checkpoint.reader import read_facts
 from common.errors import UserError
 from common.extras.chosen import describe
-from common.sealed import to_json
 from common.store.saver import MOST_FAILURES
 
 TRANSIENT = ("ENOMEM", "EIO", "ESTALE")
@@ -52,16 +48,20 @@ class Failing:
         self.number = number
         self.forever = forever
         self.real = getattr(os, name)
-        self.count = self.failed = 0
+        self.count = 0
+
+    @property
+    def failed(self):
+        return self.count >= self.k
 
     def __call__(self, *args, **kwargs):
         self.count += 1
-        if self.count == self.k or self.forever and self.count > self.k:
-            self.failed += 1
-            if self.name == "close":
-                self.real(*args, **kwargs)  # the descriptor is gone, whatever close says
+        fails = self.failed if self.forever else self.count == self.k
+        if not fails or self.name == "close":  # the descriptor is gone, whatever close says
+            done = self.real(*args, **kwargs)
+        if fails:
             raise OSError(self.number, os.strerror(self.number))
-        return self.real(*args, **kwargs)
+        return done
 
     def __enter__(self):
         setattr(os, self.name, self)
@@ -74,6 +74,10 @@ class Failing:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(disk, "RETRY_SECONDS", (0.0,) * len(disk.RETRY_SECONDS))
+
+
+def names_in(root):
+    return [folder.name for _, folder in committed(root)]
 
 
 @pytest.mark.parametrize("number", ["EIO", "ENOSPC"])
@@ -110,12 +114,10 @@ def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_pa
 
 @pytest.mark.parametrize("k", range(1, 7))
 def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch, k):
+    """All six are made again, with other files in another folder; after the last one under another name."""
     opts = options(tmp_path)
     seen = []
-    named = []
     real = os.fsync
-    rename = os.rename
-    root = opts.run_dir / "checkpoints"
 
     def fails(fd):
         seen.append(os.readlink(f"/proc/self/fd/{fd}"))
@@ -123,26 +125,15 @@ def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch,
             raise OSError(errno.EIO, "Input/output error")
         return real(fd)
 
-    def noted(source, target):
-        rename(source, target)
-        if os.path.dirname(target) == str(root):
-            named.append((str(source), os.path.basename(target)))
-
     with a_life(opts) as life:
-        monkeypatch.setattr(os, "fsync", fails)
-        monkeypatch.setattr(os, "rename", noted)
-        save(life, 1)
-        monkeypatch.undo()
-    assert len(seen) == 6 + k, seen
-    assert seen[-1] == str(root)
-    if k <= 5:  # a file, or the folder around them: nothing of the first try gets a name
-        assert seen.count(seen[k - 1]) == 1 and [name for _, name in named] == ["step-00000001"]
-        assert named[0][0] == seen[-2]
-    else:  # the rename: made anew, with other files
-        assert [name for _, name in named][-1] == "step-00000001.1" and len(set(dict(named))) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fails)
+            save(life, 1)
+        assert len(seen) == 6 + k and seen.count(seen[k - 1]) == 1 + (k == 6), seen
+        assert names_in(life.store.fence.root)[0] == "step-00000001" + (".1" if k == 6 else "")
 
 
-def full(path, *args):
+def full(path, *_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
@@ -150,19 +141,15 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
     tmp_path, monkeypatch
 ):
     opts = options(tmp_path, save_every=2)
-    said = []
-    with a_life(opts, said=said) as life:
+    with a_life(opts, said=(said := [])) as life:
         store = life.store
-        state = life.state
         save(life, 2)
         monkeypatch.setattr(tensors, "write_file", full)
         for number, step in enumerate((4, 6, 8), 1):
-            at_step(state, step - 1)
+            at_step(life.state, step - 1)
             assert not store.due()
-            at_step(state, step)
+            write(store, step)
             assert store.due()
-            store.save()
-            store.saver.wait()
             if number < MOST_FAILURES:
                 store.check()
                 store.check()  # each is said once
@@ -176,83 +163,57 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
     assert steps_of(opts) == [8, 2]
 
 
-@pytest.mark.parametrize("what", ["too large", "without a counter"])
-def test_what_no_start_would_read_is_a_failed_save(tmp_path, monkeypatch, what):
-    """And leaves the ones before in their place, and nothing in staging."""
-    opts = options(tmp_path)
-    with a_life(opts) as life:
-        for step in (1, 2):
-            save(life, step)
-        if what == "too large":
-            monkeypatch.setattr(disk, "MOST_BYTES", 1 << 14)
-            life.state.progress.evaluated = {"step": 3} | {
-                f"accuracy of class {k}": 0.1234567890123 for k in range(2000)
-            }
-        else:
-            monkeypatch.setattr(writer, "facts_to_json", lambda facts: to_json({"step": facts["step"]}))
+def test_what_no_start_would_read_is_a_failed_save_or_refused_at_the_start(tmp_path, monkeypatch):
+    """It leaves the ones before in their place, and nothing in staging."""
+    opts, _ = two_checkpoints(tmp_path)
+    with a_life(opts) as life, monkeypatch.context() as patch:
+        patch.setattr(disk, "MOST_BYTES", 1 << 14)
+        life.state.progress.evaluated = {"step": 3} | {f"accuracy of class {k}": 0.1 for k in range(2000)}
         with pytest.raises(Damaged, match="state.json"):
             save(life, 3)
         assert life.store.saver.failures == 1 and not list(life.store.writer.staging.iterdir())
-        monkeypatch.undo()
-        life.state.progress.evaluated = {}
         assert steps_of(opts) == [2, 1]
-        save(life, 4)
-    assert resumes_at(opts, 4)
-
-
-def test_options_that_no_start_would_read_are_refused_before_anything_is_saved(tmp_path, monkeypatch):
-    opts = options(tmp_path)
     monkeypatch.setattr(disk, "MOST_BYTES", 1 << 10)
+    opts = options(tmp_path / "new")
     refused(opts, r"[0-9,]+ bytes, more than 1,024\nchoose a folder")
     assert not (opts.run_dir / "options.json").exists()
-    monkeypatch.undo()
-    with a_life(opts):
-        assert (opts.run_dir / "options.json").exists()
 
 
 def test_a_name_that_readers_of_the_format_do_not_take_is_refused_at_the_start(tmp_path):
     net = torch.nn.Module()
-    net.register_parameter("__metadata__", torch.nn.Parameter(torch.zeros(2)))
-    with refusal("__metadata__ .* cannot be saved"), a_life(options(tmp_path), net):
-        pass
+    net.register_buffer("__metadata__", torch.zeros(2))
+    refused(options(tmp_path), "__metadata__ .* cannot be saved", net=net)
 
 
-@pytest.mark.parametrize("where", ["copy", "write"])
+@pytest.mark.parametrize("where", ["Image.copy", "write_at"])
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")], ids=repr)
 def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(tmp_path, monkeypatch, where, error):
     def none_left(*_):
         raise error
 
-    said = []
-    with a_life(options(tmp_path), said=said) as life:
+    with a_life(options(tmp_path), said=(said := [])) as life:
         save(life, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(tensors.Image, "copy", none_left) if where == "copy" else patch.setattr(
-                tensors, "write_at", none_left
-            )
+            patch.setattr(f"common.checkpoint.tensors.{where}", none_left)
             write(life.store, 2)
-            life.store.check()
-            assert said[-1].startswith("save failed (1 in a row), training goes on")
-            assert not list(life.store.writer.staging.iterdir())
+        life.store.check()
+        assert said[-1].startswith("save failed (1 in a row), training goes on")
+        assert not list(life.store.writer.staging.iterdir())
         life.store.save()  # the next interval
     assert resumes_at(options(tmp_path), 2)
 
 
 def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well(tmp_path, monkeypatch):
     opts = options(tmp_path)
-    with a_life(opts) as life:
-        monkeypatch.setattr(tensors, "write_file", full)
+    with a_life(opts) as life, monkeypatch.context() as patch:
+        patch.setattr(tensors, "write_file", full)
         write(life.store, 1)
-        monkeypatch.undo()
+        patch.undo()
         life.store.close()
-    assert steps_of(opts) == [1]
-    store, state = started(opts)
-    monkeypatch.setattr(tensors, "write_file", full)
-    at_step(state, 2)
-    store.save()
-    with refusal(code=4):
-        store.close()
-    store.fence.release()
+        assert steps_of(opts) == [1]
+    with refusal(code=4), a_life(opts) as life:
+        monkeypatch.setattr(tensors, "write_file", full)
+        write(life.store, 2)
     assert steps_of(opts) == [1]
 
 
@@ -266,26 +227,17 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path, monkeyp
     assert resumes_at(opts, 3)
 
 
-def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_last(tmp_path, monkeypatch):
+def test_later_facts_of_a_step_get_a_name_of_their_own(tmp_path):
     """On any file system, also one that cannot swap two names."""
-    opts = options(tmp_path)
-    root = opts.run_dir / "checkpoints"
-    with a_life(opts) as life:
-        save(life, 1)
-        before = {path: path.read_bytes() for path in (root / "step-00000001").iterdir()}
-        life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
-        with monkeypatch.context() as patch:  # nothing earlier goes before the later ones have their name
-            patch.setattr(life.store.writer, "prune", lambda *args: None)
+    opts, root = two_checkpoints(tmp_path, steps=(1,))
+    for k, accuracy in ((1, 0.5), (2, 0.7)):
+        with a_life(opts) as life:
+            life.state.record_evaluation({"val_loss": 1.0, "val_acc": accuracy})
             save(life, 1)
-        assert [folder.name for _, folder in committed(root)] == ["step-00000001.1", "step-00000001"]
-        assert {path: path.read_bytes() for path in before} == before
-        assert read_facts(1, root / "step-00000001.1")[1]["best"]["val_acc"] == 0.5
-        assert not announced_rescue(life.store)
-        life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.7})
-        save(life, 1)
-        assert [folder.name for _, folder in committed(root)] == ["step-00000001.2"]
-    with a_life(opts) as life:
-        assert life.state.progress.best["val_acc"] == 0.7 and life.source == "checkpoints/step-00000001.2"
+            assert not announced_rescue(life.store)
+        assert names_in(root) == [f"step-00000001.{k}"]
+        with a_life(opts) as life:
+            assert life.state.progress.best["val_acc"] == accuracy
 
 
 def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones(tmp_path):
@@ -295,9 +247,8 @@ def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_
         assert is_at(life.state, 1) and (root / "damaged-step-00000002").is_dir()
         at_step(life.state, 2).record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
         assert announced_rescue(life.store)
-        assert [folder.name for _, folder in committed(root)] == ["step-00000002.1", "step-00000001"]
+        assert names_in(root) == ["step-00000002.1", "step-00000001"]
         life.state.progress.evaluated = {}
-        life.state.progress.best = tiny_state(opts).progress.best
         assert not announced_rescue(life.store)  # a rank that had not evaluated yet
 
 
@@ -312,9 +263,8 @@ def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monke
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
             save(life, 2)
-            at_step(life.state, 3)
-            assert life.store.rescue()
-            assert all(describe(step, folder)[0] for step, folder in committed(life.store.fence.root))
+            assert announced_rescue(life.store, 3)
+            assert all(describe(*checkpoint)[0] for checkpoint in checkpoints(opts.run_dir))
     assert steps_of(opts) == [3, 2, 1]
 
 
@@ -337,11 +287,8 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
         refused(opts, "Permission denied")
     with Failing("mkdir", 1, errno.EIO):  # a restart may find it cured
         refused(opts, "Input/output error", code=1)
-    with a_life(opts):
-        pass
     monkeypatch.setattr("common.checkpoint.fence.STALE_SECONDS", 0.5)
     for k in range(1, 7):  # whatever fails at the start: a clear word, and then it works
-        shutil.rmtree(tmp_path / "deep")
         for name in ("fsync", "rename", "pwrite", "fdatasync"):
             with Failing(name, k, errno.ENOSPC) as fault:
                 try:
@@ -349,8 +296,8 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
                         pass
                 except UserError as error:
                     assert fault.failed and "choose a folder that can be written to" in str(error)
-    assert {path.name for path in opts.run_dir.iterdir()} <= {"checkpoints", "lock", "options.json"}
-    assert checkpoints(opts.run_dir) == []
+        assert {path.name for path in opts.run_dir.iterdir()} <= {"checkpoints", "lock", "options.json"}
+        shutil.rmtree(tmp_path / "deep")
 
 
 # ---- what cannot be read is not wrong -------------------------------------------------------------
@@ -367,7 +314,7 @@ def test_whichever_read_fails_once_the_newest_checkpoint_is_loaded(tmp_path, nam
             assert load(root, images) == (2, True), k
         with Failing(name, k, getattr(errno, number)) as other, contextlib.suppress(UserError):
             assert resumes_at(opts, 2), k  # or it is said, and the agent starts again
-        fired = fault.failed + other.failed
+        fired = fault.failed or other.failed
         assert steps_of(opts) == [2, 1] and not list(root.glob("damaged-*")), k
     assert k > 1
 
@@ -385,11 +332,10 @@ def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put
             raise OSError(getattr(errno, number), "away", str(path))
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, "open", fails)
-    monkeypatch.setattr(disk, "RETRY_SECONDS", ())
-    said = "step-00000009: cannot be read: .*; nothing shows that it is damaged"
-    refused(opts, said, code=1)  # an agent tries again: the disk may answer then
-    assert sorted(root.rglob("*")) == before
-    assert describe(9, root / "step-00000009")[1].startswith("step-00000009  could not be read: ")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fails)
+        said = "step-00000009: cannot be read: .*; nothing shows that it is damaged"
+        refused(opts, said, code=1)  # an agent tries again: the disk may answer then
+        assert sorted(root.rglob("*")) == before
+        assert "could not be read: " in describe(9, root / "step-00000009")[1]
     assert resumes_at(opts, 9)

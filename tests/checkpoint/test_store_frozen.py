@@ -12,8 +12,6 @@ from stores import (
     a_life,
     announced_rescue,
     at_step,
-    bytes_of_tensors,
-    count_hashed_bytes,
     expected,
     is_at,
     options,
@@ -23,7 +21,7 @@ from stores import (
     two_checkpoints,
 )
 
-from common.checkpoint import Layout, tensors
+from common.checkpoint import Layout
 from common.checkpoint.__main__ import main
 from common.checkpoint.disk import Damaged
 from common.checkpoint.reader import read_manifest
@@ -43,24 +41,18 @@ def test_only_a_run_with_weights_that_stand_still_has_another_file_and_another_f
     """Code that does not know the file refuses that format, and calls nothing damaged."""
     _, root = two_checkpoints(tmp_path, net=Adapted(frozen))
     for folder in root.iterdir():
-        files = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
-        assert {*os.listdir(folder)} - files == ({"frozen.safetensors"} if frozen else set())
+        assert (folder / "frozen.safetensors").exists() == frozen
         assert read_manifest(folder)["format"] == 7 + frozen
 
 
-def test_saves_and_rescues_write_what_trains_and_each_checkpoint_is_whole_by_itself(tmp_path, monkeypatch):
-    opts = options(tmp_path)
-    written = []
-    real = tensors.write_file
-    monkeypatch.setattr(
-        tensors, "write_file", lambda path, *args: (written.append(path.name), real(path, *args))[1]
-    )
-    with a_life(opts, Adapted()) as life:
-        for step in (1, 2, 3):
+def test_saves_and_rescues_write_what_trains_and_each_checkpoint_is_whole_by_itself(tmp_path):
+    opts = options(tmp_path, keep=3)
+    for step in (1, 3):
+        with a_life(opts, Adapted()) as life:
             save(life, step)
-        assert announced_rescue(life.store, 4)
-    assert written.count("frozen.safetensors") == 1 and written.count("model.safetensors") == 4
-    assert steps_of(opts) == [4, 3, 2] and len({*inodes(opts).values()}) == 1 and len(inodes(opts)) == 3
+            assert announced_rescue(life.store, step + 1)
+    found = inodes(opts)
+    assert {*found} == {1, 2, 3, 4} and len({*found.values()}) == 1
     folder = shutil.copytree(opts.run_dir / "checkpoints/step-00000004", tmp_path / "step-00000004")
     shutil.rmtree(opts.run_dir)
     assert {*load_file(folder / "frozen.safetensors")} == STILL
@@ -71,15 +63,6 @@ def test_saves_and_rescues_write_what_trains_and_each_checkpoint_is_whole_by_its
     assert all(torch.equal(tensor, expected(tensor, 4, name)) for name, tensor in found.items())
 
 
-def in_place(p):
-    with torch.no_grad():
-        p[0, 0] += 1
-
-
-def by_data(p):
-    p.data[0, 0] += 1
-
-
 def by_numpy(p):
     p.detach().numpy()[0, 0] += 1
 
@@ -88,67 +71,46 @@ def by_another(p):
     p.data = p.data + 1
 
 
-@pytest.mark.parametrize("move", [in_place, by_data, by_numpy, by_another])
+@pytest.mark.parametrize("move", [by_numpy, by_another])
 def test_a_weight_that_moves_though_it_does_not_train_is_written(tmp_path, move):
     """An average, a second net: torch does not count all of these changes."""
     opts = options(tmp_path)
     values = {}
     with a_life(opts, Adapted()) as life:
+        still = life.state.net.still.weight
         for step in (1, 2, 3):
             at_step(life.state, step)
             for _ in range(1, step):
-                move(life.state.net.still.weight)
-            values[step] = life.state.net.still.weight.clone()
+                move(still)
+            values[step] = still.clone()
             if step < 3:
                 life.store.save()
                 life.store.saver.wait()
         assert announced_rescue(life.store)
-    for step in (1, 2, 3):
-        assert torch.equal(weights_of(opts.run_dir, step)[0]["still.weight"], values[step])
-    with a_life(opts, Adapted()) as life:
-        assert life.state.progress.step == 3 and torch.equal(life.state.net.still.weight, values[3])
+    for step, value in values.items():
+        assert torch.equal(weights_of(opts.run_dir, step)[0]["still.weight"], value)
 
 
-def test_a_start_hashes_them_once_and_the_next_save_links_them(tmp_path, monkeypatch):
-    opts, root = two_checkpoints(tmp_path, net=Adapted())
-    monkeypatch.setattr(tensors, "hashlib", tensors.hashlib)
-    hashed = count_hashed_bytes(tensors)
-    with a_life(opts, Adapted()) as life:
-        monkeypatch.undo()
-        save(life, 3)
-    assert sum(hashed) == bytes_of_tensors(root / "step-00000002")
-    assert inodes(opts)[3] == inodes(opts)[2]
-
-
-@pytest.mark.parametrize("before, now", [(False, True), (True, False)], ids=["frozen now", "thawed now"])
-def test_what_stands_still_may_be_another_in_the_next_life(tmp_path, monkeypatch, before, now):
+def test_what_stands_still_may_be_another_in_the_next_life(tmp_path, monkeypatch):
     """And a run of before, which has all in one file, goes on; its digest does not depend on that."""
-
-    def divide(by_file):
-        layout = Layout if by_file else lambda tensors, frozen: Layout(tensors, set())
-        monkeypatch.setattr("common.store.load.Layout", layout)
-
     opts = options(tmp_path)
-    divide(before)
-    with a_life(opts, Adapted()) as life:
-        save(life, 1)
-    _, _, line = choose(opts.run_dir, "newest")
-    divide(now)
-    with a_life(opts, Adapted()) as life:
-        assert is_at(life.state, 1)
-        life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
-        save(life, 1)
-    _, folder, again = choose(opts.run_dir, "newest")
-    assert folder.name == "step-00000001.1" and line.split()[-1] == again.split()[-1]
-    assert (folder / "frozen.safetensors").exists() is now
-    divide(before)
-    assert resumes_at(opts, 1, Adapted())
+    digests = set()
+    for k, frozen in enumerate((False, True, False)):
+        layout = Layout if frozen else lambda tensors, frozen: Layout(tensors, set())
+        monkeypatch.setattr("common.store.load.Layout", layout)
+        with a_life(opts, Adapted()) as life:
+            assert k == 0 or is_at(life.state, 1)
+            life.state.progress.record = {"step": k}
+            save(life, 1)
+        _, folder, line = choose(opts.run_dir, "newest")
+        assert (folder / "frozen.safetensors").exists() is frozen
+        digests.add(line.split()[-1])
+    assert folder.name == "step-00000001.2" and len(digests) == 1
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_where_links_cannot_be_each_checkpoint_has_a_copy(tmp_path, monkeypatch, number):
+def test_where_links_cannot_be_each_checkpoint_has_a_copy(tmp_path, monkeypatch):
     def refuses(source, target):
-        raise OSError(number, os.strerror(number), str(source))
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(source))
 
     monkeypatch.setattr(os, "link", refuses)
     opts, _ = two_checkpoints(tmp_path, net=Adapted())
@@ -158,12 +120,11 @@ def test_where_links_cannot_be_each_checkpoint_has_a_copy(tmp_path, monkeypatch,
 def test_damage_of_the_one_file_is_found_by_the_next_save_and_made_good_by_the_one_after_it(tmp_path):
     """All checkpoints have that file; what the process holds is right."""
     opts = options(tmp_path, keep=3)
+    file = opts.run_dir / "checkpoints/step-00000001/frozen.safetensors"
     with a_life(opts, Adapted()) as life:
         save(life, 1)
         save(life, 2)
-        file = opts.run_dir / "checkpoints/step-00000001/frozen.safetensors"
-        with open(file, "r+b") as damaged:
-            damaged.write(bytes([file.read_bytes()[0] ^ 1]))
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
         with pytest.raises(Damaged, match="frozen.safetensors"):
             save(life, 3)
         assert steps_of(opts) == [2, 1], "nothing goes before a newer one is whole"

@@ -8,18 +8,15 @@ function gets the code of that.
 import importlib
 import inspect
 import operator
-import os
-import signal
 import textwrap
 
 import pytest
-import ranks
-from test_store_frozen import by_data
+from ranks import fork_ranks
+from test_store_frozen import by_numpy
 
-DEADLINE = 100
 CRASH = "crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole"
 BITS = "damage", "every_single_bit_of_every_file_falls_back_when_it_flips", 4
-FROZEN = "frozen", "a_weight_that_moves_though_it_does_not_train_is_written", by_data
+FROZEN = "frozen", "a_weight_that_moves_though_it_does_not_train_is_written", by_numpy
 FSYNC = "faults", "a_failed_fsync_is_never_retried_on_the_same_file"
 RETRIED = "faults", "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"
 READS = "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted"
@@ -141,11 +138,11 @@ MUTANTS = {
         DIFFER,
     ),
 }
-KILLERS = list({killer: killer for *_, killer in MUTANTS.values()})
+KILLERS = list(dict.fromkeys(killer for *_, killer in MUTANTS.values()))
 
 
-def break_it(place, old, new):
-    """Gives a function other code; who has imported it has that, too."""
+def mutate(place, old, new):
+    """(a function, the code that it is to have): who has imported it has that, too."""
     name, path = place.split(":")
     module = importlib.import_module(f"common.{name}")
     function = inspect.unwrap(operator.attrgetter(path)(module))
@@ -153,49 +150,37 @@ def break_it(place, old, new):
     assert text.count(old) == 1, f"{text.count(old)} times: {old}"
     made = {**vars(module)}
     exec(text.replace(old, new), made)
-    function.__code__ = inspect.unwrap(made[function.__name__]).__code__
+    return function, inspect.unwrap(made[function.__name__]).__code__
 
 
-def run(killer, folder, mutant=None):
-    """True if the test passes in a child with this mutant (or with none)."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 3
-        try:
-            os.setpgid(0, 0)
-            signal.alarm(DEADLINE)
-            if mutant:
-                break_it(*mutant[:3])
-            module = importlib.import_module("_".join(filter(None, ("test_store", killer[0]))))
-            test = getattr(module, f"test_{killer[1]}")
-            patch = pytest.MonkeyPatch()
-            fixtures = {"tmp_path": folder, "run": folder / "run", "monkeypatch": patch, "every": 29}
-            names = inspect.signature(test).parameters
-            given = dict(zip([name for name in names if name not in fixtures], killer[2:], strict=True))
-            code = 2
-            test(**{name: value for name, value in fixtures.items() if name in names}, **given)
-            code = 0
-        except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}"[:2000].encode())
-            code = 1 if code == 2 else code
-        finally:
-            os._exit(code)
-    os.close(writer)
-    with open(reader, "rb") as file:
-        said = file.read().decode(errors="replace")
-    code = ranks._end(pid)
-    assert code in (0, 1), f"the child ended with {code}: {said}"
-    return code == 0, said
+def run(killer, folder, broken=None):
+    """Runs a test in a child, in which a function may have other code; AssertionError if it fails there."""
+    name, test, *given = killer
+    module = importlib.import_module(f"test_store_{name}" if name else "test_store")
+    test = getattr(module, f"test_{test}")
+    fixtures = {"tmp_path": folder, "every": 29}
+    names = inspect.signature(test).parameters
+
+    def child(_):
+        with pytest.MonkeyPatch.context() as patch:
+            own = fixtures | {"monkeypatch": patch}
+            own |= dict(zip([name for name in names if name not in own], given, strict=True))
+            if broken:
+                function, code = broken
+                function.__code__ = code
+            test(**{name: own[name] for name in names})
+
+    fork_ranks(1, child)
 
 
 @pytest.mark.parametrize("killer", KILLERS, ids=lambda killer: "-".join(str(k) for k in killer[1:])[:60])
 def test_unbroken_the_tests_pass_here_too(tmp_path, killer):
-    passed, said = run(killer, tmp_path)
-    assert passed, said
+    run(killer, tmp_path)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_store_is_caught(tmp_path, name):
-    mutant = MUTANTS[name]
-    assert not run(mutant[3], tmp_path, mutant)[0]
+    *mutant, killer = MUTANTS[name]
+    broken = mutate(*mutant)
+    with pytest.raises(AssertionError, match="rank 0"):
+        run(killer, tmp_path, broken)

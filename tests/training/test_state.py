@@ -1,6 +1,7 @@
 import contextlib
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch

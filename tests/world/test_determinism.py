@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import fork_ranks
 from refusals import refusal
 from samples import ALONE, Steps, share_of
 from torch import nn
@@ -15,23 +16,19 @@ from common.training import gradients_of, prepare
 from common.world import world as pinned
 
 
-@pytest.fixture(autouse=True)
-def as_it_was():
-    was = torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
-    yield
-    torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32, threads = was
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
+def kernels(_, flags):
+    """(whether they are chosen by their speed, whether TF32 is allowed)."""
+    torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = False
+    pinned.pin(Options(**flags))
+    return torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32
 
 
 @pytest.mark.parametrize(
-    "flags, benchmark, tf32",
-    [({}, True, False), ({"tf32": True}, True, True), ({"virtual_ranks": 2}, False, False)],
+    "flags, chosen",
+    [({}, (True, False)), ({"tf32": True}, (True, True)), ({"virtual_ranks": 2}, (False, False))],
 )
-def test_kernels_are_chosen_by_their_speed_unless_bits_are_promised(flags, benchmark, tf32):
-    torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = False
-    pinned.pin(Options(**flags))
-    assert torch.backends.cudnn.benchmark is benchmark and torch.backends.cuda.matmul.allow_tf32 is tf32
+def test_kernels_are_chosen_by_their_speed_unless_bits_are_promised(flags, chosen):
+    assert fork_ranks(1, kernels, flags) == [chosen]
 
 
 class Refused(nn.Linear):
@@ -42,14 +39,18 @@ class Refused(nn.Linear):
         return y.put_(torch.tensor([0]), y.new_zeros(1)) if torch.is_grad_enabled() else y
 
 
-def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
+def be_refused(_):
     opts = Options(virtual_ranks=2, global_batch_size=4)
     pinned.pin(opts)
     steps = Steps(Refused(4, 2), opts, ALONE)
-    with refusal() as told, blamed():  # as round a life
+    with refusal("put_(.|\n)*replace the layer") as told, blamed():  # as round a life
         steps.backward(share_of(torch.randn(4, 4), torch.arange(4) % 2, opts))
-    for words in ("put_", "--debug", "--virtual-ranks", "replace the layer"):
-        assert words in str(told.value)
+    return str(told.value)
+
+
+def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
+    (said,) = fork_ranks(1, be_refused)
+    assert "--debug" in said and "--virtual-ranks" in said
 
 
 CUDNN = "one layer"  # it has a state of its own, which moves on with each forward and is in no checkpoint

@@ -2,31 +2,21 @@
 
 import signal
 import socket
-from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
-from jobs import ROOT, listening, state
+from jobs import ROOT, listening
+
+from launch import store as launcher
 
 STORE = ROOT / "launch" / "store.py"
 
 
-@pytest.fixture
-def store(jobs):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_listens_on_the_address_it_was_given_and_on_no_other_until_a_signal_ends_it_with_0(jobs, number):
     store, _ = jobs.store()
-    yield store
-    store.kill()
-    store.wait()
-
-
-def test_it_listens_on_the_address_it_was_given_and_on_no_other(store):
     assert listening(store.pid) == {"0100007F"}
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_ends_it_with_0(store, name):
-    store.kill(getattr(signal, name))
-    assert store.wait() == 0, store.output
-    assert state(store.pid) in "ZX"
+    store.kill(number)
+    store.ends_with(0)
 
 
 def test_what_is_no_address_of_ours_is_refused_in_two_lines(jobs):
@@ -44,11 +34,7 @@ def test_a_name_that_only_this_machine_can_reach_is_refused(monkeypatch, capsys)
     """Debian calls a machine 127.0.1.1 in its own /etc/hosts: it would say `store on node01`, and nobody
     could come.
     """
-    spec = spec_from_file_location("rendezvous_store", STORE)
-    launcher = module_from_spec(spec)
-    spec.loader.exec_module(launcher)
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 0, 0, "", ("127.0.1.1", 0))]
-    )
+    found = [(socket.AF_INET, 0, 0, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert launcher.main(["node01:29400"]) == 2
     assert "node01 is 127.0.1.1 on this machine" in capsys.readouterr().err

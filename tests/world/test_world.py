@@ -2,18 +2,17 @@ import faulthandler
 import gc
 import os
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import listening, until
+from jobs import listening
 from ranks import fork_ranks
 from refusals import refusal
 
+from common import place
 from common.errors import UserError
 from common.extras import machines
 from common.options import Options
@@ -27,32 +26,20 @@ from common.world.world import own_share, same_everywhere, visible_devices
 
 def test_without_torchrun_the_world_is_one_rank_in_a_process_made_ready():
     def live(_):
-        clean_environment()
+        for name in place.MEETING:
+            os.environ.pop(name, None)
         gc.disable()  # as the imports do
         called = []
         worlds.keep_memory = lambda: called.append(True)
         world = join(Options(device="cpu"))
-        return (
-            world.rank,
-            world.size,
-            world.device.type,
-            called,
-            gc.isenabled(),
-            gc.get_freeze_count() > 1000,
-        )
+        assert called and gc.isenabled() and gc.get_freeze_count() > 1000
+        return world.rank, world.size, world.device.type
 
-    assert fork_ranks(1, live) == [(0, 1, "cpu", [True], True, True)]
+    assert fork_ranks(1, live) == [(0, 1, "cpu")]
 
 
-def clean_environment():
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
-        os.environ.pop(name, None)
-
-
-def meet_twice_at_one_agent(world):
-    """Two lives at one shared store, as torchrun makes them: what the first one left must not be read by the
-    second.
-    """
+def meet_at_one_agent(world):
+    """Lives at one shared store, as torchrun makes them: no life must read what the one before has left."""
     if world.rank == 1:
         agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world.store.set("agent", str(agent.port))
@@ -61,10 +48,10 @@ def meet_twice_at_one_agent(world):
         MASTER_PORT=world.store.get("agent").decode(),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    ports = []
+    ports = set()
     for life in range(3):
         store = fresh_store(world.rank, world.size)
-        ports.append(store.port)
+        ports.add(store.port)
         if world.rank == 0:
             store.set("word", f"life {life}")
             assert listening(os.getpid()) == {"0100007F"}, "on the master address alone"
@@ -73,161 +60,123 @@ def meet_twice_at_one_agent(world):
     return ports
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_life_has_a_store_of_its_own_although_torchrun_shares_one(size):
-    found = fork_ranks(size, meet_twice_at_one_agent)
-    assert all(ports == found[0] for ports in found) and len(set(found[0])) == 3
+def test_every_life_has_a_store_of_its_own_although_torchrun_shares_one():
+    first, *others = fork_ranks(3, meet_at_one_agent)
+    assert len(first) == 3 and others == [first] * 2
 
 
 GPUS = tuple(torch.device("cuda", i) for i in range(4))
+WATCHDOGS = "ASYNC_ERROR_HANDLING", "RETHROW_CUDA_ERRORS", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"
 
 
 def test_the_devices_that_a_process_sees_and_those_that_do_not_exist(monkeypatch):
-    def seen(**flags):
-        return visible_devices(Options(**flags), here())
+    def seen(placed=(), **flags):
+        return [*map(str, visible_devices(Options(**flags), here(), placed))]
 
     with refusal("--device cuda: torch sees no GPU of this kind.*\nchoose among auto, cpu"):
         seen(device="cuda")
     assert [len(seen(script=script)) for script in ("ddp", "dp", "mp")] == [1, 1, 2], "train_mp.py: cpu,cpu"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert seen() == seen(script="mp") == GPUS[:2]
-    with refusal("--devices cpu,tpu: there are cpu, cuda:0, cuda:1"):
-        seen(devices=("cpu", "tpu"))
+    assert seen() == seen(script="mp") == seen(GPUS[:2]) == ["cuda:0", "cuda:1"]
     assert len(seen(script="mp", devices=("cpu", "cuda", "cuda:1"))) == 3
-    with refusal("cuda:2"):
-        seen(script="mp", devices=("cuda:1", "cuda:2"))
-    assert visible_devices(Options(), here(), GPUS[:2]) == GPUS[:2], "a net that is placed"
-    with refusal("--devices cannot take effect: the net lies on cuda:0, cuda:1"):
-        visible_devices(Options(devices=("cpu",)), here(), GPUS[:2])
+    for words, placed, flags in (
+        ("--devices cpu,tpu: there are cpu, cuda:0, cuda:1", (), {"devices": ("cpu", "tpu")}),
+        ("cuda:2", (), {"script": "mp", "devices": ("cuda:1", "cuda:2")}),
+        ("--devices cannot take effect: the net lies on cuda:0, cuda:1", GPUS[:2], {"devices": ("cpu",)}),
+    ):
+        with refusal(words):
+            seen(placed, **flags)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
-    assert [*map(str, seen(device="xpu"))] == ["xpu:0", "xpu:1"]
+    assert seen(device="xpu") == ["xpu:0", "xpu:1"]
 
 
-def shares(monkeypatch, script, *machines):
-    """The devices of each rank, whose machines have for each process the uuids that it sees."""
-    store = dist.HashStore()
-    seen = [uuids for machine in machines for uuids in machine]
-    places = [(rank, len(machine)) for machine in machines for rank in range(len(machine))]
-
-    def share(rank):
-        local_rank, local_size = places[rank]
-        place = here()._replace(rank=rank, size=len(seen), local_rank=local_rank, local_size=local_size)
-        names = GPUS[: len(seen[rank])]
-        local.uuids = dict(zip(names, seen[rank], strict=True))
-        found = own_share(names, Options(script=script), place, store if len(seen) > 1 else None)
-        return "".join(local.uuids[gpu] for gpu in found)
-
-    local = threading.local()
-    monkeypatch.setattr(worlds, "uuid_of", lambda gpu: local.uuids[gpu])
-    with ThreadPoolExecutor(len(seen)) as pool:
-        return [*pool.map(share, range(len(seen)))]
+def share_of(world, script, machines):
+    """The devices of a rank; `machines` have for each of their processes the uuids that it sees."""
+    places = [(rank, machine) for machine in machines for rank in range(len(machine))]
+    local_rank, machine = places[world.rank]
+    uuids = machine[local_rank]
+    place = here()._replace(local_rank=local_rank, local_size=len(machine))
+    worlds.uuid_of = lambda gpu: uuids[gpu.index]
+    try:
+        found = own_share(GPUS[: len(uuids)], Options(script=script), place, world.store)
+    except UserError as error:
+        return str(error).splitlines()[0]
+    return "".join(map(worlds.uuid_of, found))
 
 
 @pytest.mark.parametrize(
     "script, machines, wanted",
     [
-        ("ddp", [["abcd"]], ["a"]),
         ("dp", [["abcd"]], ["abcd"]),
-        ("mp", [["abcd"]], ["abcd"]),
         ("ddp", [["abcd"] * 3], ["a", "b", "c"]),
         ("mp", [["abcd"] * 2], ["ab", "cd"]),
         ("mp", [["abc"] * 2], ["a", "b"]),
         ("mp", [["ab"], ["cd"]], ["ab", "cd"]),  # a process on each of two machines
         ("mp", [["ab", "cd"]], ["ab", "cd"]),  # Slurm's --gpus-per-task=2
         ("ddp", [["ab", "cd"]], ["a", "c"]),
-        ("mp", [["a", "b", "c"]], ["a", "b", "c"]),  # --gpus-per-task=1
-        ("ddp", [["a", "b"], ["c", "d"]], ["a", "b", "c", "d"]),
+        ("ddp", [["a", "b"], ["c", "d"]], ["a", "b", "c", "d"]),  # --gpus-per-task=1
+        ("ddp", [["ab"] * 3], ["3 processes on this machine but 2 GPUs are visible"] * 3),
     ],
+    ids=str,
 )
-def test_each_process_takes_an_equal_part_of_the_gpus_that_it_shares_with_others(
-    monkeypatch, script, machines, wanted
-):
-    assert shares(monkeypatch, script, *machines) == wanted
+def test_each_process_takes_an_equal_part_of_the_gpus_that_it_shares_with_others(script, machines, wanted):
+    assert fork_ranks(len(wanted), share_of, script, machines) == wanted
 
 
-@pytest.mark.parametrize("script", ["ddp", "mp"])
-def test_more_processes_than_gpus_are_refused(monkeypatch, script):
-    with refusal("3 processes on this machine but 2 GPUs are visible"):
-        shares(monkeypatch, script, ["ab"] * 3)
-
-
-def join_on_gpus(world, seen, machines=1, script="ddp"):
-    """(what `join` says when NCCL is to meet, torch's variables, a limit, the device to which NCCL is bound).
+def join_on_gpus(world, script, seen, machines):
+    """What `join` says when NCCL is to meet; to which device that is bound.
 
     `seen` has the uuids of the GPUs that each rank sees.
     """
     local = (0, 1) if machines == 2 else (world.rank, 2)
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    os.environ.update(zip(names, map(str, (world.rank, 2, *local)), strict=True))
+    os.environ.update(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, local), strict=True))
     os.environ["CUDA_VISIBLE_DEVICES"] = "some"
     own = seen[world.rank]
     torch.cuda.device_count = lambda: len(own)
     torch.cuda.set_device = lambda device: None
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=own[device.index])
+    worlds.uuid_of = lambda gpu: own[gpu.index]
     worlds.fresh_store = lambda *_: dist.PrefixStore("gpus", world.store)
     limits = []
-    bound = []
 
     def meet(*_, device_id, **__):
         faulthandler.cancel_dump_traceback_later()
-        bound.append(device_id)
-        raise KeyboardInterrupt
+        assert limits == [(5 * worlds.MEETING.total_seconds(), {"exit": True, "file": 2})]
+        assert {os.environ[f"TORCH_NCCL_{name}"] for name in WATCHDOGS} == {"0"}
+        raise UserError(str(device_id))
 
     dist.init_process_group = meet
     faulthandler.dump_traceback_later = lambda seconds, **how: limits.append((seconds, how))
-    with pytest.raises((KeyboardInterrupt, UserError)) as found:
+    with pytest.raises(UserError) as found:
         join(Options(script=script))
-    return str(found.value), {name for name, value in os.environ.items() if value == "0"}, limits, bound
-
-
-def test_when_nccl_meets_torchs_watchdogs_end_no_process_and_the_meeting_has_an_end():
-    for _, off, limits, _ in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
-        assert off >= {
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-            "TORCH_NCCL_RETHROW_CUDA_ERRORS",
-            "TORCH_NCCL_ENABLE_MONITORING",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        }
-        assert limits == [(5 * worlds.MEETING.total_seconds(), {"exit": True, "file": 2})]
-
-
-def test_nccl_is_bound_to_the_one_gpu_of_a_process_and_to_none_of_several():
-    """It would refuse a collective on the others: "backend constrained to cuda:0"."""
-    for script, wanted in (("ddp", [[GPUS[0]], [GPUS[1]]]), ("mp", [[None], [None]])):
-        bound = fork_ranks(2, lambda world, script=script: join_on_gpus(world, ["abcd"] * 2, 1, script)[-1])
-        assert bound == wanted
+    return str(found.value)
 
 
 @pytest.mark.parametrize(
-    "seen, machines, allowed, refused",
+    "script, seen, machines, allowed, said",
     [
-        ("aa", 1, "", "2 processes on this machine"),
-        ("aa", 2, "", "has this GPU"),
-        ("aa", 2, "1", ""),
-        ("ab", 1, "", ""),
+        ("ddp", ["abcd"] * 2, 1, "", {"cuda:0", "cuda:1"}),
+        # bound to one GPU it would refuse a collective on the others: "backend constrained to cuda:0"
+        ("mp", ["abcd"] * 2, 1, "", {"None"}),
+        ("ddp", ["a", "b"], 1, "", {"cuda:0"}),
+        # two that take themselves for alone on a machine, say: NCCL would fail, or train at half the speed
+        ("ddp", ["a", "a"], 2, "", {"cuda:0", "another rank has this GPU"}),
+        ("ddp", ["a", "a"], 2, "1", {"cuda:0"}),
     ],
 )
-def test_two_processes_with_one_gpu_are_refused(monkeypatch, seen, machines, allowed, refused):
-    """Two that take themselves for alone on a machine, say. NCCL would fail, or train at half the speed."""
+def test_nccl_meets_with_an_end_and_without_watchdogs_on_the_one_gpu_of_each_process(
+    monkeypatch, script, seen, machines, allowed, said
+):
     if allowed:
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed)
-    words = [words for words, *_ in fork_ranks(2, lambda world: join_on_gpus(world, seen, machines)) if words]
-    assert bool(words) == bool(refused) and all(refused in line for line in words)
+    found = fork_ranks(2, join_on_gpus, script, seen, machines)
+    assert all(any(words in line for line in found) for words in said), found
 
 
 def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_gloo(monkeypatch):
     """Debian's installer writes `127.0.1.1 node01` into /etc/hosts: others would knock there in vain."""
-    for name, value in {
-        "RANK": 0,
-        "WORLD_SIZE": 2,
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 1,
-        "MASTER_ADDR": "node01",
-        "MASTER_PORT": 29400,
-    }.items():
-        monkeypatch.setenv(name, str(value))
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(meeting, "here", lambda: here()._replace(size=2, local_size=1))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with refusal("MASTER_ADDR=node01 is 127.0.1.1 .*\n.*--local_addr=ADDRESS"):
         meeting._open_store("node01", 0)
@@ -236,16 +185,13 @@ def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_g
 
 def sockets_of_a_start(world, most_in_a_mesh):
     def sockets():
-        return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket") for fd in open_files())
-
-    def open_files():
-        return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+        return sum("socket:" in os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
 
     dist.destroy_process_group()
     worlds.MOST_IN_A_MESH = most_in_a_mesh
     before = sockets()
     worlds._init_process_group(dist.PrefixStore("again", world.store), here(), (torch.device("cpu"),))
-    assert world.all_sum(torch.ones(1)).item() == world.size
+    world.barrier()
     made = sockets() - before
     world.barrier()
     return made
@@ -254,10 +200,9 @@ def sockets_of_a_start(world, most_in_a_mesh):
 def test_over_256_ranks_gloo_connects_a_rank_with_those_that_it_talks_to_and_not_with_all():
     """All with all are 131,000 sockets on a machine of 16,384 ranks."""
     assert worlds.MOST_IN_A_MESH == 256
-    few, many = (max(fork_ranks(size, sockets_of_a_start, 2)) for size in (4, 8))
-    assert few == many
-    few, many = (max(fork_ranks(size, sockets_of_a_start, 256)) for size in (4, 8))
-    assert many - few == 4
+    for most, more in ((2, 0), (256, 4)):
+        few, many = (max(fork_ranks(size, sockets_of_a_start, most)) for size in (4, 8))
+        assert many - few == more
 
 
 def rank_1_never_comes(world):
@@ -290,41 +235,16 @@ def test_ranks_do_not_wait_for_one_that_has_died_before_anybody_watches():
     assert fork_ranks(3, rank_2_dies_before_anybody_watches, may_die=[0, 2]) == [7, None, 1]
 
 
-def test_lifelines_go_over_ipv6_too(monkeypatch):
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("without IPv6")
-
-    class Store(dict):
-        host = "::1"
-
-        def set(self, name, text):
-            self[name] = text.encode()
-
-        def get(self, name):
-            return until(lambda: super(Store, self).get(name), name)
-
-    store = Store()
-    with ThreadPoolExecutor() as pool:
-        lines = sum(pool.map(lambda rank: meeting.lifelines(store, rank, 2), (0, 1)), [])
-    assert len(lines) == 2
-    for line in lines:
-        line.close()
-
-
-def connect_first(world):
+def connect_first(world, host):
     """As another user of this machine may, who reads no store."""
     strangers = []
 
     class Listened(dict):
         """A store in which rank 0 tells its port once a stranger is there."""
 
-        host = world.store.host
-
         def set(self, name, text):
             for first_words in (b"", b"0" * 32, b"3 step"):
-                strangers.append(socket.create_connection((self.host, int(text.split()[0]))))
+                strangers.append(socket.create_connection((host, int(text.split()[0]))))
                 strangers[-1].sendall(first_words)
             strangers[0].shutdown(socket.SHUT_WR)
             world.store.set(name, text)
@@ -332,14 +252,19 @@ def connect_first(world):
         def get(self, name):
             return world.store.get(name)
 
-    lines = meeting.lifelines(Listened(), world.rank, world.size)
+    store = Listened()
+    store.host = host
+    lines = meeting.lifelines(store, world.rank, world.size)
     for line in lines:
         line.sendall(b"moved\n")
     return [line.recv(100) for line in lines]
 
 
-def test_a_stranger_who_connects_first_takes_no_ranks_lifeline():
-    assert fork_ranks(3, connect_first) == [[b"moved\n"] * 2, [b"moved\n"], [b"moved\n"]]
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_stranger_who_connects_first_takes_no_ranks_lifeline(host):
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("without IPv6")
+    assert fork_ranks(3, connect_first, host) == [[b"moved\n"] * 2, [b"moved\n"], [b"moved\n"]]
 
 
 def two_machines(world):
@@ -365,19 +290,26 @@ def odd_one(world, odd, runs):
 
 
 @pytest.mark.parametrize("odd", [0, 2])
-def test_the_odd_rank_ends_for_good_and_those_that_agree_with_the_run_may_try_again(odd):
-    ours = {"data": "ours"}
-    codes = [2 if rank == odd else 1 for rank in range(3)]
-    own = [{} if rank == odd else ours for rank in range(3)]  # each machine has its folder
-    assert fork_ranks(3, odd_one, odd, [ours] * 3) == fork_ranks(3, odd_one, odd, own) == codes
-    assert fork_ranks(3, odd_one, odd, [{}] * 3) == [2] * 3, "nothing is saved yet"
-    others = [{"data": "other"} if rank == odd else ours for rank in range(3)]
-    assert fork_ranks(3, odd_one, odd, others) == [2] * 3, "two runs"
+@pytest.mark.parametrize(
+    "run_of_the_odd, run_of_the_others, may_try_again",
+    [
+        ("ours", "ours", True),
+        (None, "ours", True),  # each machine has its folder
+        (None, None, False),  # nothing is saved yet
+        ("other", "ours", False),  # two runs
+    ],
+)
+def test_the_odd_rank_ends_for_good_and_those_that_agree_with_the_run_may_try_again(
+    odd, run_of_the_odd, run_of_the_others, may_try_again
+):
+    runs = [run_of_the_odd if rank == odd else run_of_the_others for rank in range(3)]
+    codes = fork_ranks(3, odd_one, odd, [{"data": run} if run else {} for run in runs])
+    assert codes == [1 if may_try_again and rank != odd else 2 for rank in range(3)]
 
 
 def test_gpus_that_a_person_names_and_that_are_not_there_are_told(monkeypatch, capsys):
     monkeypatch.setattr(worlds, "gpus", tuple)
-    for named, told in (("0,2", True), ("", False)):
+    for named in ("0,2", ""):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
         assert visible_devices(Options(), here()) == (torch.device("cpu"),)
-        assert ("CUDA_VISIBLE_DEVICES is 0,2" in capsys.readouterr().err) is told
+        assert ("CUDA_VISIBLE_DEVICES is 0,2" in capsys.readouterr().err) == bool(named)
