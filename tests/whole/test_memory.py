@@ -17,6 +17,7 @@ from ranks import fork_ranks
 from refusals import refusal
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import common.elastic as house
 from common.data import Batch
@@ -29,16 +30,8 @@ from common.options import Options
 from common.training import find_task
 from common.world import world as pinned
 
-
-class Points(torch.utils.data.Dataset):
-    """46 samples by 11: the last batch is short."""
-
-    def __len__(self):
-        return 46
-
-    def __getitem__(self, i):
-        x = torch.randn(6, generator=torch.Generator().manual_seed(i))
-        return x, int(x[0] > 0)
+X = torch.randn(46, 6, generator=torch.Generator().manual_seed(1))  # by 11: the last batch is short
+POINTS = TensorDataset(X, (X[:, 0] > 0).long())
 
 
 def live(world, job, folder, at=None):
@@ -56,7 +49,7 @@ def live(world, job, folder, at=None):
         "run_dir": folder,
         "batch_size": 11,
         "epochs": 3,
-        "dataset": Points(),
+        "dataset": POINTS,
         "tensorboard": False,
         "progress": "off",
         "log_every": 1,
@@ -72,7 +65,7 @@ def live(world, job, folder, at=None):
 
 
 def train(own, net, before=lambda run, batch: None, end=lambda run: None, **more):
-    """The usual loop; `before` each step, at the `end` of an epoch. The last step, or where `before` ends it."""
+    """The usual loop, which may end `before` a step; returns the step that it has reached."""
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
     with Elastic(net=net, optimizer=optimizer, **own | more) as run:
         for epoch in run.epochs():
@@ -315,7 +308,9 @@ def test_a_mistake_in_a_loop_is_told_before_it_makes_wrong_numbers(tmp_path, cap
 
 def test_a_mean_of_all_ranks_ends_the_loop_on_all(tmp_path):
     def stops(place, own):
-        ends = lambda run, batch: run.mean(float(len(batch.y))) < 3
+        def ends(run, batch):
+            return run.mean(float(len(batch.y))) < 3
+
         return train(own, nn.Linear(6, 2), ends, virtual_ranks=0)
 
     assert len({*fork_ranks(2, live, stops, tmp_path / "run")}) == 1
