@@ -18,13 +18,16 @@ peers = pytest.importorskip("peers")
 @pytest.mark.parametrize("name", loops.ROWS)
 def test_a_loop_by_hand_has_the_net_that_train_ddp_trains_but_for_the_row_that_compares_two(name):
     row = loops.ROWS[name]
-    shape = (loops.LENGTH,) if row.net == "gpt" else row.shape[1:]
-    data = SimpleNamespace(name=name, vocab=loops.VOCAB, classes=loops.VOCAB, sample_shape=shape)
-    if row.net != "gpt":
-        data.classes = 10
-    model = f"gpt:{loops.SIZE}" if row.net == "gpt" else row.net
-    ours = repr(build_model(Options(model=model), data))
-    assert (repr(loops.net_of(row)) == ours) != row.tutorial
+    if row.net == "gpt":
+        data = SimpleNamespace(
+            name=name, vocab=loops.VOCAB, classes=loops.VOCAB, sample_shape=(loops.LENGTH,)
+        )
+        model = f"gpt:{loops.SIZE}"
+    else:
+        data = SimpleNamespace(name=name, classes=10, sample_shape=row.shape[1:])
+        model = row.net
+    ours = build_model(Options(model=model), data)
+    assert (repr(loops.net_of(row)) == repr(ours)) != row.tutorial
 
 
 @pytest.mark.parametrize(

@@ -92,16 +92,9 @@ def test_a_mistake_in_the_script_is_told_in_three_lines(jobs, script, fact, edit
     assert fact in told[0] and len(told) <= 3, told
 
 
-def test_more_processes_than_virtual_ranks_are_refused(jobs, script):
-    change(script, (AUDIT, "virtual_ranks=1"))
-    job = jobs.torchrun(2, script)
-    assert job.wait() != 0 and "error: WORLD_SIZE=2 is more than virtual_ranks 1" in job.output
-
-
 def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, run):
-    at = f"if {RANK} and run.state.progress.step == 2"
-    what = f"{at}: raise __import__('common.errors').errors.UserError('a fact')"
-    change(script, (LOOP.replace("time.sleep(0.02)", "pass"), f"                {what}"))
+    fails = "raise __import__('common.errors').errors.UserError('a fact')"
+    change(script, after(BATCHES, f"if {RANK} and run.state.progress.step == 2: {fails}"))
     job = jobs.torchrun(2, script)
     assert job.wait() != 0 and job.output.count("error: a fact") == 1, job.output
     assert len(lives(run)) == 1, "a restart cannot help"
@@ -143,33 +136,27 @@ def test_ranks_may_begin_with_other_weights_and_only_one_may_report(jobs, script
     assert audit(run) == CLEAN
 
 
-def test_a_net_that_comes_in_evaluation_mode_trains(jobs, script):
-    change(script, after(BEGIN, "net.eval()", "    "), after(STEP, "assert net.training"))
-    jobs.start(script).ends_with(0)
-
-
-def test_a_second_forward_after_a_step_leaves_the_ranks_alike(jobs, script):
-    change(
-        script,
+GROUPS = "[{'params': net[0].parameters(), 'lr': 0.0}, {'params': net[2].parameters()}]"
+RATES = "assert [group['lr'] > 0 for group in optimizer.param_groups] == [0, 1]"
+ODD = {
+    "its net comes in evaluation mode": [
+        after(BEGIN, "net.eval()", "    "),
+        after(STEP, "assert net.training"),
+    ],
+    "its first group has no rate": [("net.parameters()", GROUPS), after(STEP, RATES)],
+    "a second forward moves statistics": [
         ("return 513", "return 512"),
         ("nn.ReLU()", "nn.BatchNorm1d(32)"),
-        (AUDIT, "check_every=1"),
+        (AUDIT, "check_every=1"),  # that ranks are alike
         after(STEP, "torch.no_grad()(run.model)(batch.x)"),
-    )
+    ],
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_script_that_is_odd_and_right_trains(jobs, script, what):
+    change(script, *ODD[what])
     jobs.torchrun(2, script, restarts=0).ends_with(0)
-
-
-def test_a_first_group_without_a_rate_leaves_the_others_theirs(jobs, script):
-    groups = "[{'params': net[0].parameters(), 'lr': 0.0}, {'params': net[2].parameters()}]"
-    change(
-        script,
-        ("net.parameters()", groups),
-        (
-            STEP,
-            f"{STEP}\n                assert [group['lr'] > 0 for group in optimizer.param_groups] == [0, 1]",
-        ),
-    )
-    jobs.start(script).ends_with(0)
 
 
 # ---- in a repository of somebody else ---------------------------------------------------------------
