@@ -42,10 +42,6 @@ def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each(jobs, run, undis
     wait_for(run, 12, 1, job)
     job.kill(signal.SIGTERM)
     job.wait()
-    job = plain(jobs, "mp", run)
-    wait_for(run, 15, 2, job)
-    job.kill()
-    job.ends_with(-9)
     plain(jobs, "mp", run).ends_with(0)
     lost = audit(run)["lost"]
     assert 0 < lost < STEPS
@@ -91,8 +87,6 @@ def test_sigterm_sigint_or_sigusr1_ends_the_step_saves_and_leaves_with_143(
     said = job.ends_with(143)
     assert "Traceback" not in said and any(f"stopped on {name}" in said for name in signals), said
     step = reached(run)
-    # what was made counts, however it ended
-    assert sum(event["steps_s"] for event in events(run, "steps")) > 0.05
     plain(jobs, script, run, PACE="0").ends_with(0)
     assert lives(run)[1]["step"] == step
     assert_same(run, undisturbed)
@@ -103,7 +97,8 @@ def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, undisturbed):
     job = ddp(jobs, 2, run, cold=True)
     kill_at(job, run, 4, number=signal.SIGTERM)
     kill_at(job, run, 8, life=1)
-    job.ends_with(0)
+    said = job.ends_with(0)
+    assert f"{run}: starting" in said
     assert len(lives(run)) == 3
     assert_same(run, undisturbed)
 

@@ -3,21 +3,12 @@
 import json
 import signal
 
-import pytest
 from ranks import fork_ranks
 from test_bitwise import CNN, left_by, life, options
 
 import common.elastic as house
 import train_ddp
-import train_dp
-import train_mp
 
-TWO = ("cpu", "cpu")
-SCRIPTS = {
-    "ddp": (train_ddp, 2, {}),
-    "dp": (train_dp, 1, {"script": "dp", "devices": TWO}),
-    "mp": (train_mp, 1, {"script": "mp", "devices": TWO}),
-}
 # Evaluated at the end of an epoch, step 5, and in mid-epoch, where --max-steps ends the run.
 PLAIN = CNN | {"virtual_ranks": 0, "epochs": 2, "max_steps": 8, "save_every": 8}
 
@@ -50,14 +41,11 @@ def struck(world, script, opts, step, due, killed):
     return life(world, script, opts)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name):
-    script, world, extra = SCRIPTS[name]
-
+def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path):
     def run(folder, *strike):
-        opts = options(folder, PLAIN | extra)
         lived = struck if strike else life
-        return fork_ranks(world, lived, script, opts, *strike, may_die=range(world) if strike else ())[0]
+        may_die = range(2) if strike else ()
+        return fork_ranks(2, lived, train_ddp, options(folder, PLAIN), *strike, may_die=may_die)[0]
 
     run(tmp_path / "whole")
     whole = left_by(tmp_path / "whole")

@@ -1,6 +1,5 @@
 """What the pages show in a few lines, as it is printed there."""
 
-import os
 import re
 import sys
 import textwrap
@@ -9,14 +8,12 @@ from contextlib import suppress
 import torch
 from jobs import ran, rows
 from PIL import Image
-from ranks import fork_ranks
 from test_datasets import write_images
 from test_readme import COMMON, README, fenced, section
 from torchvision import transforms
 
 from common.checkpoint.__main__ import main as checkpoints
 from common.extras.datasets import imagefolder
-from common.models import load
 from common.options import Options, as_imagefolder
 from common.sampler import ElasticSampler
 
@@ -76,26 +73,13 @@ def test_the_order_alone_is_a_batch_sampler_and_one_integer():
     assert sorted(ids) == sorted([*range(103)] * 2)
 
 
-def accuracy_in_a_notebook(world, folder, code):
-    """In a process of its own: its threads fork badly."""
-    names = {}
-    exec(code, names)
-    os.chdir(folder)
-    net = load("runs/wide")
-    x, y = names["bright"]()[2:]
-    with torch.no_grad():
-        return (net(x).argmax(1) == y).double().mean().item()
-
-
-def test_the_readmes_own_net_and_data_have_the_same_numbers_loaded_and_without_this_project(tmp_path, jobs):
+def test_the_readmes_own_net_and_data_have_the_same_numbers_without_this_project(tmp_path, jobs):
     text = section(README, "The three scripts")
-    (code,) = fenced(text, "python")
-    (tmp_path / "my_own.py").write_text(code)
+    (tmp_path / "my_own.py").write_text(*fenced(text, "python"))
     (words,) = re.findall(r"`python (train_ddp.py [^`]*)`", text)
     jobs.python(*words.split(), "--max-steps=30", "--no-tensorboard", cwd=tmp_path).ends_with(0)
     accuracy = rows(tmp_path / "runs/wide")[-1]["val_acc"]
-    (loaded,) = fork_ranks(1, accuracy_in_a_notebook, tmp_path, code)
-    assert accuracy > 0.8 and abs(loaded - accuracy) < 1e-9
+    assert accuracy > 0.8
     assert checkpoints([f"{tmp_path}/runs/wide", "--best", "--export", f"{tmp_path}/wide.safetensors"]) == 0
     code = f"import sys; sys.path.append('.')\n{ELSEWHERE}"
     done = ran(sys.executable, "-I", "-c", code, cwd=tmp_path)

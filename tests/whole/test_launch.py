@@ -28,7 +28,7 @@ from jobs import (
     wait_for,
 )
 
-from launch import agent, torchrun
+from launch import agent
 
 LOCAL, TORCHRUN = ROOT / "launch" / "local.sh", ROOT / "launch" / "torchrun.py"
 HOME = Path(sys.prefix)
@@ -60,12 +60,10 @@ def clone(tmp_path):
     it was given.
     """
     root = tmp_path / "a clone; with 'odd' $HOME"
-    for name in ("launch", "tests"):
-        (root / name).mkdir(parents=True)
-    for name in ("launch/local.sh", "launch/setup.sh", "tests/run.sh"):
+    (root / "launch").mkdir(parents=True)
+    for name in ("launch/local.sh", "launch/setup.sh"):
         shutil.copy(ROOT / name, root / name)
-    for name in ("requirements.txt", "tests/requirements.txt"):
-        (root / name).write_text("# nothing\n\npip >= 9\n")
+    (root / "requirements.txt").write_text("# nothing\n\npip >= 9\n")
     said = "import json, sys; print(json.dumps([sys.prefix, *sys.argv]))"
     (root / "launch/torchrun.py").write_text(said)
     return root
@@ -124,22 +122,16 @@ def test_an_active_environment_that_lacks_something_is_left_alone_and_another_on
 
 
 @needs_an_environment
-@pytest.mark.parametrize(
-    "wanted, why",
-    [
-        (f"torch < {version('torch')}", rf"torch is {re.escape(version('torch'))}, wanted is <"),
-        ("no-such-thing", "no-such-thing is missing"),
-    ],
-)
-def test_the_true_reason_is_named_why_an_active_environment_is_not_used(clone, tmp_path, wanted, why):
+def test_the_true_reason_is_named_why_an_active_environment_is_not_used(clone):
     with (clone / "requirements.txt").open("a") as file:
-        file.write(f"{wanted}\n")
+        file.write(f"torch < {version('torch')}\n")
     done = ran(clone / "launch/local.sh", VIRTUAL_ENV=str(HOME))  # no index
-    assert done.returncode == 2 and re.search(rf"{HOME} has no use here \({why}.*\): ", done.stderr)
-    name = wanted.split()[0]
-    assert f"installing into {clone}/.venv ({name} is missing)" in done.stdout
+    assert done.returncode == 2
+    assert f"{HOME} has no use here (torch is {version('torch')}, wanted is <" in done.stderr
+    assert f"installing into {clone}/.venv (torch is missing)" in done.stdout
 
 
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_the_shell_scripts_are_clean():
     scripts = [
         *ROOT.glob("launch/*.sh"),
@@ -147,12 +139,8 @@ def test_the_shell_scripts_are_clean():
         ROOT / "tests/run.sh",
         ROOT / ".ci/run",
     ]
-    for path in scripts:
-        assert ran("bash", "-n", path).returncode == 0
-        assert path.name == "setup.sh" or os.access(path, os.X_OK), path
-    if shutil.which("shellcheck"):
-        done = ran("shellcheck", "-x", *scripts)
-        assert done.returncode == 0, done.stdout
+    done = ran("shellcheck", "-x", *scripts)
+    assert done.returncode == 0, done.stdout
 
 
 # ---- torchrun's flags -----------------------------------------------------------------------------
@@ -193,7 +181,6 @@ def test_settings_of_the_rendezvous_are_the_launchers_own_or_a_persons(tmp_path,
         ("127.0.1.1", "192.0.2.9:29400", "10.0.0.7"),
         ("10.0.0.5", "192.0.2.9:29400", None),
         ("127.0.1.1", "127.0.0.1:29400", None),
-        ("127.0.1.1", "/shared/JOB.meeting", None),
     ],
 )
 def test_where_a_machines_name_is_a_loopback_the_launcher_takes_its_address_in_the_network(
@@ -213,103 +200,75 @@ def test_where_a_machines_name_is_a_loopback_the_launcher_takes_its_address_in_t
     assert agent.address_towards(endpoint) == address
 
 
-@pytest.mark.parametrize(
-    "words, environ, processes",
-    [
-        ([], {}, 1),
-        (["--nproc-per-node", "3"], {}, 3),
-        (["--nproc_per=2"], {"PET_NPROC_PER_NODE": "3"}, 2),
-        (["--nproc_per_node=gpu"], {}, 0),
-        (["--nproc_per_node=2"], {"PET_NNODES": "2"}, 0),
-    ],
-)
-def test_the_launcher_counts_processes_as_torchrun_does_or_not_at_all(monkeypatch, words, environ, processes):
-    monkeypatch.setattr(os, "environ", environ)
-    assert torchrun.glance(words)[0] == processes
-
-
 # ---- the training ---------------------------------------------------------------------------------
-def hears(pid):
-    """Whether a process has a handler of its own for SIGTERM."""
-    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
-    return int(caught, 16) >> signal.SIGTERM - 1 & 1
-
-
 WAITS = "--nnodes=2 --rdzv_backend=c10d --rdzv_id=one --rdzv_endpoint=meeting --rdzv_conf=store_type=file"
 
 
-@pytest.mark.parametrize("words, when", [("", hears), (WAITS, lambda _: os.path.getsize("meeting"))])
-def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(jobs, tmp_path, words, when):
+@pytest.mark.parametrize(
+    "words, begins",
+    [("", lambda job: "starting" in job.output), (WAITS, lambda job: os.path.exists("meeting"))],
+)
+def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(jobs, tmp_path, words, begins):
     alone = ["--pid", "--fork", "--kill-child"]
     if not shutil.which("unshare") or ran("unshare", *alone, "true").returncode:
         pytest.skip("no PID namespace can be made here")
-    (tmp_path / "meeting").touch()
     words = [*alone, sys.executable, TORCHRUN, *words.split(), ROOT / "train_ddp.py", *PACED]
     job = jobs.start(*words, cold=True, program="unshare", cwd=tmp_path)
-    until(lambda: children(job.pid) and when(children(job.pid)[0]), "the launcher to be there")
+    until(lambda: begins(job), "the launcher to be there")
     os.kill(children(job.pid)[0], signal.SIGTERM)
-    assert "Traceback" not in job.ends_with(143) and not (tmp_path / "runs").exists()
+    assert "Traceback" not in job.ends_with(143) and not os.path.exists("runs")
 
 
 @needs_an_environment
-def test_nohup_outlives_sighup_and_after_sigkill_and_ctrl_c_the_same_command_goes_on(jobs, tmp_path):
+def test_nohup_outlives_sighup_and_after_sigkill_the_same_command_goes_on_and_nothing_told_a_secret(
+    jobs, tmp_path
+):
     run = tmp_path / "run of 'one'"
-    words = [*PACED, "--epochs", "8", "--run-dir", run]  # a life that is killed must not complete it
+    words = [*PACED, "--epochs=8", "--run-dir", run]  # a life that is killed must not complete it
     env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.1", "A_TOKEN": "secret-4711"}
     job = jobs.start("--unset=OMP_NUM_THREADS", "nohup", LOCAL, *words, cold=True, program="env", **env)
     life = wait_for(run, 3, job=job)
     for pid in (job.pid, *life["pids"]):
         assert all(map(LOOPBACK.fullmatch, listening(pid))), listening(pid)
     job.kill(signal.SIGHUP)  # it outlives its terminal
-    os.kill(life["pids"][1], signal.SIGKILL)
-    wait_for(run, 6, life=1, job=job)
-    os.killpg(job.pid, signal.SIGINT)  # Ctrl-C
-    out = job.ends_with(143)
-    assert "stopped on SIGINT" in out and not any(word in out for word in ("Traceback", "OMP_NUM_THREADS"))
-
-    warm = [TORCHRUN, "--nproc_per_node=2", ROOT / "train_ddp.py", *words]
-    job = jobs.start(*warm, PACE="0.1")
-    wait_for(run, 9, life=2, job=job)
+    wait_for(run, 6, job=job)
     job.kill()
     until(lambda: not jobs.alive(), "the workers and their server to follow their agent")
-    jobs.start(*warm, PACE="0").ends_with(0)
-    assert audit(run) == CLEAN and len(lives(run)) == 4
-    texts = [out, *(path.read_bytes().decode(errors="replace") for path in run.rglob("*") if path.is_file())]
-    assert not any("secret-4711" in text for text in texts)  # nobody writes down the environment
+    again = [TORCHRUN, "--nproc_per_node=2", ROOT / "train_ddp.py", *words]
+    jobs.start(*again, PACE="0").ends_with(0)
+    assert audit(run) == CLEAN and len(lives(run)) == 2 and "OMP_NUM_THREADS" not in job.output
+    files = [job.out, *(path for path in run.rglob("*") if path.is_file())]
+    assert not [path for path in files if b"secret-4711" in path.read_bytes()]
     # what only the workers can see is handed on too
-    assert jobs.start(*warm, "--seed", 7).ends_with(2).count("error: ") == 1
+    assert jobs.start(*again, "--seed", 7).ends_with(2).count("error: ") == 1
 
 
-def with_fixed_numbers(jobs, *words):
-    """Two machines under `--node_rank --master_addr --master_port`: what most people type."""
-    env = {
-        "PET_NNODES": "2",
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(free_port()),
-        "PACE": "0.02",
-    }
-    return [jobs.start(TORCHRUN, *words, PET_NODE_RANK=str(rank), **env) for rank in (0, 1)]
+def machine(jobs, rank, port, *words):
+    """One of two under `--node_rank --master_addr --master_port`: what most people type."""
+    flags = ["--nnodes=2", f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    return jobs.start(TORCHRUN, *flags, *words)
 
 
 def test_machines_with_fixed_numbers_need_no_name_for_the_job_survive_a_kill_and_pass_on_an_exit_code(
-    jobs, tmp_path
+    jobs, tmp_path, run
 ):
-    nodes = with_fixed_numbers(jobs, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run")
-    assert kill_at(nodes[0], tmp_path / "run", 3)["world"] == 2
+    port = free_port()
+    train = (ROOT / "train_ddp.py", *PACED, "--run-dir", run)
+    nodes = [machine(jobs, rank, port, *train) for rank in (0, 1)]
+    assert kill_at(nodes[0], run, 3)["world"] == 2
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
-    assert audit(tmp_path / "run") == CLEAN
+    assert audit(run) == CLEAN
     (tmp_path / "ends.py").write_text("import sys\nsys.exit(2)\n")
-    for node in with_fixed_numbers(jobs, tmp_path / "ends.py"):
+    for node in [machine(jobs, rank, port, tmp_path / "ends.py") for rank in (0, 1)]:
         assert "Traceback" not in node.ends_with(2)
 
 
-@pytest.mark.parametrize("rank, why", [("0", "failed to listen"), ("1", "timed out")])
-def test_machines_with_fixed_numbers_that_cannot_meet_say_why_and_end(jobs, tmp_path, rank, why):
+@pytest.mark.parametrize("rank, why", [(0, "failed to listen"), (1, "timed out")])
+def test_machines_with_fixed_numbers_that_cannot_meet_say_why_and_end(jobs, run, rank, why):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1] if rank == "0" else free_port()
-        where = f"--nnodes=2 --node_rank={rank} --master_addr=127.0.0.1 --master_port={port}".split()
-        words = [*where, "--rdzv_conf=timeout=3", ROOT / "train_ddp.py", *PACED]
-        said = jobs.start(TORCHRUN, *words, cwd=tmp_path).ends_with(1)
+        port = free_port() if rank else taken.getsockname()[1]
+        train = (ROOT / "train_ddp.py", *PACED, "--run-dir", run)
+        said = machine(jobs, rank, port, "--rdzv_conf=timeout=3", *train).ends_with(1)
     assert said.count("no rendezvous in") == 1 and why in said and "is that port free" in said, said
     assert len(said.splitlines()) <= 3, said
 

@@ -4,6 +4,7 @@ that come to nothing.
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 from jobs import CLEAN, PACED, ROOT, TESTS, audit, children, command, free_port, lives, until, wait_for
 from test_first_page import copied
-from torch.distributed.run import get_args_parser
 
 TORCHRUN = ROOT / "launch" / "torchrun.py"
 NOHUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # these tests run under nohup
@@ -53,39 +53,6 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, run):
     assert [life["restart"] for life in lives(run)] == [0, 1, 2, 3]
 
 
-BESIDE = """
-import os, pathlib, time
-from common.checkpoint import Writer
-from common.extras.nets import build_mlp
-BEGUN = pathlib.Path(__file__).with_name("begun")
-def commit(self, sources, facts):
-    deadline = time.monotonic() + 30
-    while len(os.listdir(BEGUN)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    BEGUN.with_name("beside").write_text(str(len(os.listdir(BEGUN))))
-    return real(self, sources, facts)
-real, Writer.commit = Writer.commit, commit
-def net(data):
-    (BEGUN / str(os.getpid())).touch()
-    return build_mlp(data)
-"""
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_next_lifes_processes_begin_while_a_survivor_saves_and_wait_for_its_end(
-    jobs, run, tmp_path, rank
-):
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "own.py").write_text(BESIDE)
-    flags = (f"--model={tmp_path}/own.py:net", "--save-every=0", "--save-seconds=0", "--epochs=999")
-    job = warm(jobs, *PACED, "--run-dir", run, *flags)
-    jobs.kill(wait_for(run, 3, 0, job)["pids"][rank])
-    wait_for(run, 6, 1, job)
-    asked_to_stop(job, run)
-    assert (tmp_path / "beside").read_text() == "4"
-    assert audit(run) == CLEAN and len(lives(run)) == 2
-
-
 def test_a_killed_fork_server_is_replaced_too(jobs, run):
     job = warm(jobs, *PACED, "--run-dir", run, PACE="0.02")
     wait_for(run, 3, 0, job)
@@ -94,11 +61,14 @@ def test_a_killed_fork_server_is_replaced_too(jobs, run):
     assert audit(run) == CLEAN
 
 
-def test_sigterm_sigint_sigusr1_or_sighup_leaves_143_and_the_same_command_goes_on_to_0(jobs, run):
+def test_sigterm_sigint_sigusr1_or_sighup_leaves_143_though_a_worker_is_stopped_and_the_command_goes_on(
+    jobs, run
+):
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1] + [signal.SIGHUP] * (not NOHUP)
     for life, number in enumerate(numbers):
         job = warm(jobs, *PACED, "--run-dir", run)
-        wait_for(run, 3 + 4 * life, life, job)
+        pids = wait_for(run, 3 + 4 * life, life, job)["pids"]
+        assert jobs.kill(pids[life % 2], signal.SIGSTOP)  # it is woken, and not waited for
         job.kill(number)
         job.ends_with(143)
     warm(jobs, *PACED, "--run-dir", run, nproc=3).ends_with(0)
@@ -111,7 +81,7 @@ def test_a_stop_before_the_first_step_leaves_143_and_no_folder(jobs, run):
         return {*Path(os.environ["TMPDIR"]).glob("torchelastic_*")}
 
     before = folders()
-    for begins in (lambda job: folders() - before, lambda job: any(map(children, children(job.pid)))):
+    for begins in (lambda job: "starting" in job.output, lambda job: any(map(children, children(job.pid)))):
         job = warm(jobs, *PACED, "--run-dir", run, cold=True)
         until(lambda: begins(job), "the launcher, then a worker")  # noqa: B023
         job.kill(signal.SIGTERM)
@@ -140,16 +110,6 @@ def test_no_number_of_signals_ends_the_wait_for_a_save(jobs, tmp_path):
     assert job.poll() is None
     (tmp_path / "saved").touch()
     job.ends_with(143)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_worker_is_woken_for_the_stop_and_not_waited_for(jobs, run, rank):
-    job = warm(jobs, *PACED, "--run-dir", run, PACE="0.02")
-    assert jobs.kill(wait_for(run, 3, 0, job)["pids"][rank], signal.SIGSTOP)
-    job.kill(signal.SIGTERM)
-    job.ends_with(143)
-    warm(jobs, *PACED, "--run-dir", run).ends_with(0)
-    assert audit(run) == CLEAN
 
 
 # A signal comes when a process has begun and the agent does not know it yet.
@@ -266,12 +226,10 @@ def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs
         "--global-batch-size=20",
     )
     said = warm(jobs, *flags).ends_with(5)
-    word = said[said.index("error: no progress") :]
-    assert "the first error: " in word and said.count("error: no progress") == 1
+    _, word = said.split("error: no progress")
+    assert "the first error: " in word
     samples = re.search(r"its samples: ([\d, ]+)", word)[1].split(", ")
     assert "37" in samples and len(samples) == 20
-    step = int(re.search(r"on step (\d+)", word)[1])
-    assert [life["step"] for life in lives(run)][-3:] == [step - 1] * 3
 
 
 def test_lives_that_end_before_they_can_train_end_with_5(jobs, tmp_path):
@@ -284,7 +242,7 @@ def test_lives_that_end_before_they_can_train_end_with_5(jobs, tmp_path):
     assert plain.count("lives in a row ended before they could train") == 1, plain
 
 
-# Each flag of torchrun; LOGS stands for a folder, PORT for a port.
+# A row for each flag of torchrun; LOGS stands for a folder, PORT for a port.
 FLAGS = (
     "--nnodes=1:1",
     "--nproc-per-node=1",
@@ -315,8 +273,6 @@ FLAGS = (
     "--signals-to-handle=SIGTERM",
     "--shutdown-timeout=5",
 )
-# GPUs, packages
-NOT_HERE = {"--help", "--logs-specs", "--numa-binding", "--print-completion", "--virtual-local-rank"}
 HELLO = """
 import os, sys
 os.write(1, f"out of {os.environ['RANK']}\\n".encode())
@@ -342,35 +298,16 @@ def test_the_launcher_takes_every_flag_of_torchrun_and_its_output_comes_where_to
                 assert file.read_text() == f"{line}\n"
 
 
-def test_each_flag_of_torchrun_has_its_row():
-    known = {action.option_strings[-1] for action in get_args_parser()._actions if action.option_strings}
-    rows = {words.partition("=")[0] for words in FLAGS}
-    assert {name.replace("_", "-") for name in known} - NOT_HERE <= rows
-
-
-EDITED = """
-import pathlib
-from torch import nn
-NAME = "ACTIVATION"
-def net(data):
-    path = pathlib.Path(__file__).parent / "made"
-    path.open("a").write(f"{NAME}\\n")
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-"""
-
-
 def test_an_edit_or_a_git_pull_under_a_running_job_changes_nothing_before_its_next_start(jobs, run, tmp_path):
     clone = copied(tmp_path)
-    (tmp_path / "mine.py").write_text(EDITED.replace("ACTIVATION", "before"))
-    flags = [*PACED[1:], f"--model={tmp_path}/mine.py:net", "--run-dir", run, "--epochs=999"]
-    words = ["--nproc_per_node=2", clone / "train_ddp.py", *flags]
-    job = jobs.start(clone / "launch/torchrun.py", *words, PACE="0.02")
+    shutil.copy(TESTS / "paced.py", tmp_path / "mine.py")
+    flags = ["--model=mine.py:net", "--dataset=mine.py:data", *PACED[2:], "--run-dir", run, "--epochs=999"]
+    words = [clone / "launch/torchrun.py", "--nproc_per_node=2", clone / "train_ddp.py", *flags]
+    job = jobs.start(*words, cwd=tmp_path)
     pids = wait_for(run, 3, 0, job)["pids"]
-    (tmp_path / "mine.py").write_text(EDITED.replace("ACTIVATION", "after"))
-    for name in ("launch/torchrun.py", "launch/worker.py", "launch/agent.py", "train_ddp.py"):
+    for name in ("launch/torchrun.py", "launch/worker.py", "launch/agent.py", "train_ddp.py", "mine.py"):
         (clone / name).write_text("raise ImportError('of another commit')\n")
     jobs.kill(pids[1])
     wait_for(run, 8, 1, job)
-    said = asked_to_stop(job, run)
-    assert "another commit" not in said and {*(tmp_path / "made").read_text().split()} == {"before"}
+    assert "another commit" not in asked_to_stop(job, run)
     assert audit(run) == CLEAN
