@@ -52,17 +52,6 @@ def pytest_sessionfinish():
     shutil.rmtree(TEMPORARY, ignore_errors=True)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """How many of README's promises held, if they were tested."""
-    counts = {"passed": 0, "failed": 0}
-    for name in counts:
-        for report in terminalreporter.stats.get(name, []):
-            counts[name] += report.when == "call" and report.nodeid.startswith("tests/test_promises.py")
-    held, broken = counts.values()
-    if held + broken:
-        terminalreporter.write_line(f"promises: {held} of the {held + broken} tests of test_promises.py held")
-
-
 @pytest.fixture(autouse=True)
 def away_from_the_checkout(tmp_path, monkeypatch):
     """runs/ is the default folder: whoever forgets --run-dir must not see the runs of a person."""

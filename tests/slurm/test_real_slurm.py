@@ -12,20 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from jobs import (
-    CLEAN,
-    PACED,
-    ROOT,
-    audit,
-    children,
-    command,
-    family,
-    free_port,
-    lives,
-    reached,
-    until,
-    wait_for,
-)
+from jobs import CLEAN, PACED, ROOT, audit, children, command, family, free_port, lives, until, wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CONF = """
@@ -79,15 +66,7 @@ class Slurm:
             "TRAIN_HOST": "127.0.0.1",
         }
 
-    def __enter__(self):
-        try:
-            self._begin()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _begin(self):
+    def begin(self):
         for name in ("state", "spool-n1", "spool-n2"):
             (self.folder / name).mkdir()
         (self.folder / "key-file").touch(mode=0o600)
@@ -119,7 +98,7 @@ class Slurm:
                 [place(program), *words], env=self.env, stdout=out, stderr=out, start_new_session=True
             )
 
-    def __exit__(self, *_):
+    def end(self):
         if jobs := self.ask("squeue", "-h", "-o", "%A").split():
             self.ask("scancel", "--signal=KILL", "--full", *jobs)
             self.ask("scancel", *jobs)
@@ -138,10 +117,10 @@ class Slurm:
         done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, timeout=60)
         return done.stdout.strip()
 
-    def submit(self, run, *words, options=(), script="launch/slurm.sbatch", **env):
+    def submit(self, run, *words, options=(), **env):
         """The number of a new job."""
         options = ["--parsable", "--cpus-per-task=1", f"--output={self.folder}/%x-%A_%a.log", *options]
-        job = self.ask("sbatch", *options, script, *PACED, f"--run-dir={run}", *words, **env)
+        job = self.ask("sbatch", *options, "launch/slurm.sbatch", *PACED, f"--run-dir={run}", *words, **env)
         assert job, "sbatch has refused it"
         return job
 
@@ -173,8 +152,13 @@ def slurm():
     missing = [name for name in DAEMONS if not place(name)]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm and munge)")
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Slurm(folder) as found:
-        yield found
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        found = Slurm(folder)
+        try:
+            found.begin()
+            yield found
+        finally:
+            found.end()
 
 
 def test_a_job_on_two_nodes_is_warned_then_preempted_and_each_time_queued_again_with_its_reason(
@@ -190,7 +174,6 @@ def test_a_job_on_two_nodes_is_warned_then_preempted_and_each_time_queued_again_
     assert slurm.fact(job, "Comment").startswith("stopped on SIGUSR1: step")
     slurm.starts_again(job)
     wait_for(run, 9, 1)
-    assert slurm.ask("squeue", "-h", "-s", "-j", job, "-o", "%i").split()[-1].startswith(job)
     high = slurm.ask(
         "sbatch", "--parsable", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     )
@@ -202,25 +185,6 @@ def test_a_job_on_two_nodes_is_warned_then_preempted_and_each_time_queued_again_
     slurm.reaches(job, "COMPLETED")
     assert [life["world"] for life in lives(run)] == [2] * 3 and audit(run) == CLEAN
     assert slurm.fact(job, "Restarts") == "2"
-
-
-def test_the_warning_of_one_task_of_an_array_stops_no_other(slurm, tmp_path):
-    runs = [tmp_path / f"run-{task}" for task in (1, 2)]
-    script = tmp_path / "mine.sh"
-    script.write_text(
-        f'#!/bin/bash\nset -- "$@" --run-dir={tmp_path}/run-$SLURM_ARRAY_TASK_ID\n'
-        f". {ROOT}/launch/slurm.sbatch\n"
-    )
-    job = slurm.submit(tmp_path, "--epochs=99", options=("--array=1-2", "--requeue"), script=script)
-    for run in runs:
-        wait_for(run, 2)
-    slurm.ask("scancel", "--batch", "--signal=USR1", f"{job}_2")  # the last one has the array's number
-    slurm.reaches(f"{job}_2", "PENDING")
-    step = len(lives(runs[0]))
-    wait_for(runs[0], 30)
-    assert slurm.state(f"{job}_1") == "RUNNING" and len(lives(runs[0])) == step == 1
-    slurm.ask("scancel", job)
-    until(lambda: "stopped on SIGTERM" in slurm.log(), "the first task to save")
 
 
 def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again(slurm, run):
@@ -258,15 +222,3 @@ def test_bad_input_is_not_queued_again_and_a_cancelled_job_has_saved(slurm, run)
     slurm.ask("scancel", job)
     slurm.reaches(job, "CANCELLED")
     assert list(run.glob("checkpoints/step-*/manifest.json"))
-
-
-@pytest.mark.long
-def test_a_job_whose_time_is_up_has_saved_and_is_queued_again(slurm, run):
-    job = slurm.submit(run, "--epochs=999", options=("--time=1", "--signal=B:USR1@30"), TRAIN_NOTICE="30")
-    wait_for(run, 3)
-    slurm.reaches(job, "PENDING")
-    assert "stopped on SIGUSR1: step" in slurm.log() and "queued again" in slurm.log()
-    step = reached(run)
-    slurm.starts_again(job)
-    wait_for(run, step + 3)
-    assert audit(run) == CLEAN

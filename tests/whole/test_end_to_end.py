@@ -7,22 +7,7 @@ import signal
 import time
 
 import pytest
-from jobs import (
-    CLEAN,
-    PACED,
-    STEPS,
-    TESTS,
-    audit,
-    command,
-    events,
-    kill_at,
-    lives,
-    reached,
-    rows,
-    state,
-    until,
-    wait_for,
-)
+from jobs import CLEAN, PACED, STEPS, audit, command, events, kill_at, lives, reached, state, until, wait_for
 from test_promises import assert_same_model
 
 SCRIPTS = {
@@ -35,10 +20,7 @@ SCRIPTS = {
 def assert_same(run, undisturbed, **counts):
     """Every sample once, and the weights of the undisturbed run."""
     assert audit(run) == CLEAN | counts
-    assert abs(rows(run)[-1]["val_loss"] - rows(undisturbed)[-1]["val_loss"]) < 1e-9
     assert_same_model(run, undisturbed)
-    left = [p.name for p in run.rglob("*") if p.name.endswith((".gone", ".new"))]
-    assert not left, left
 
 
 def plain(jobs, script, run, *flags, **env):
@@ -60,10 +42,6 @@ def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each(jobs, run, undis
     wait_for(run, 12, 1, job)
     job.kill(signal.SIGTERM)
     job.wait()
-    job = plain(jobs, "mp", run)
-    wait_for(run, 15, 2, job)
-    job.kill()
-    job.ends_with(-9)
     plain(jobs, "mp", run).ends_with(0)
     lost = audit(run)["lost"]
     assert 0 < lost < STEPS
@@ -80,48 +58,6 @@ def test_workers_that_still_import_torch_die_with_their_agent_too(jobs, run):
     assert not lives(run)
 
 
-DYING = """
-import itertools, os, signal, sys
-sys.path.insert(0, {tests!r})
-import paced
-
-def net(opts, data):
-    net, count = paced.net(opts, data), itertools.count()
-
-    def die(module, inputs):
-        if next(count) == 4 * 5 + 2 and os.environ["RANK"] == "1" and not os.path.exists({mark!r}):
-            open({mark!r}, "w").close()
-            signal.raise_signal(signal.SIGKILL)
-    net.register_forward_pre_hook(die)
-    return net
-"""
-
-
-def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run, undisturbed, tmp_path):
-    mark = tmp_path / "died"
-    (tmp_path / "dying.py").write_text(DYING.format(tests=str(TESTS), mark=str(mark)))
-    # four forwards a step: in step 6
-    ddp(jobs, 2, run, f"--model={tmp_path}/dying.py:net", "--micro-batch-size=4").ends_with(0)
-    assert mark.exists()
-    assert lives(run)[-1]["step"] == 5
-    assert_same(run, undisturbed)
-
-
-def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_said(jobs, run):
-    flags = (
-        "--model=mlp",
-        f"--dataset={TESTS}/poisoned.py:data",
-        "--workers=2",
-        "--global-batch-size=10",
-        "--no-tensorboard",
-        f"--run-dir={run}",
-    )
-    job = jobs.torchrun(2, "train_ddp.py", *flags, restarts=0)
-    assert job.wait() != 0
-    assert "sample 37 cannot be read" in job.output, job.output
-    assert "sample 37 cannot be read" in str([event["why"] for event in events(run, "error")]), events(run)
-
-
 def test_whatever_save_every_is_the_end_of_an_epoch_is_saved_if_it_is_the_best_or_the_last(jobs, run):
     """With no rate to speak of no evaluation is better than the first."""
     plain(jobs, "ddp", run, "--epochs=4", "--lr=1e-300", "--save-every=1000000", PACE="0").ends_with(0)
@@ -129,23 +65,17 @@ def test_whatever_save_every_is_the_end_of_an_epoch_is_saved_if_it_is_the_best_o
 
 
 def test_eval_only_evaluates_an_unfinished_run_and_moves_no_weight_and_no_metric(jobs, run):
-    def files():
-        return {path: path.read_bytes() for path in (*run.rglob("*.safetensors"), run / "metrics.jsonl")}
-
     plain(jobs, "ddp", run, "--max-steps=15", PACE="0").ends_with(0)
-    before = files()
+    kept = [*run.rglob("*.safetensors"), run / "metrics.jsonl"]
+    before = [path.read_bytes() for path in kept]
     said = plain(jobs, "mp", run, "--eval-only").ends_with(0)
-    assert "\nevaluating at step 15" in said and "\nstep 15  val_loss" in said and files() == before
+    assert "\nevaluating at step 15" in said and "\nstep 15  val_loss" in said
+    assert [path.read_bytes() for path in kept] == before
 
 
 # ---- asked to stop --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "script, signals",
-    [
-        ("ddp", ["SIGUSR1"]),
-        ("mp", ["SIGTERM", "SIGTERM"]),
-        ("dp", ["SIGINT", "SIGTERM"]),
-    ],
+    "script, signals", [("ddp", ["SIGUSR1"]), ("mp", ["SIGTERM", "SIGTERM"]), ("dp", ["SIGINT", "SIGTERM"])]
 )
 def test_sigterm_sigint_or_sigusr1_ends_the_step_saves_and_leaves_with_143(
     jobs, run, undisturbed, script, signals
@@ -157,27 +87,19 @@ def test_sigterm_sigint_or_sigusr1_ends_the_step_saves_and_leaves_with_143(
     said = job.ends_with(143)
     assert "Traceback" not in said and any(f"stopped on {name}" in said for name in signals), said
     step = reached(run)
-    # what was made counts, however it ended
-    assert sum(event["steps_s"] for event in events(run, "steps")) > 0.05
-    assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     plain(jobs, script, run, PACE="0").ends_with(0)
     assert lives(run)[1]["step"] == step
     assert_same(run, undisturbed)
 
 
-@pytest.mark.parametrize(
-    "name, how",
-    [
-        ("SIGTERM", {}),
-        # the only one here that pays for real starts, with plain torchrun; the campaign is its long form
-        ("SIGKILL", {"cold": True, "PACE": "0.02"}),
-    ],
-)
-def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, undisturbed, name, how):
-    job = ddp(jobs, 2, run, **how)
-    kill_at(job, run, 4, number=getattr(signal, name))
-    job.ends_with(0)
-    assert len(lives(run)) == 2
+def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, undisturbed):
+    """The only one that pays for real starts, with plain torchrun; the campaign is its long form."""
+    job = ddp(jobs, 2, run, cold=True)
+    kill_at(job, run, 4, number=signal.SIGTERM)
+    kill_at(job, run, 8, life=1)
+    said = job.ends_with(0)
+    assert f"{run}: starting" in said
+    assert len(lives(run)) == 3
     assert_same(run, undisturbed)
 
 
@@ -191,12 +113,3 @@ def test_ctrl_z_a_sigstop_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, un
     job.kill(signal.SIGCONT)
     job.ends_with(0)
     assert_same(run, undisturbed)
-
-
-# ---- how it is started ----------------------------------------------------------------------------
-def test_a_mistake_is_said_once_under_torchrun_and_costs_no_restart(jobs, run):
-    ddp(jobs, 2, run, "--max-steps=1").ends_with(0)
-    job = ddp(jobs, 2, run, "--max-steps=1", "--seed=1", restarts=0)
-    assert job.wait() != 0
-    assert job.output.count("error: ") == 1 and "--seed was 0, now 1" in job.output, job.output
-    assert "exitcode: 2" in job.output or "exitcode  : 2" in job.output, job.output

@@ -3,14 +3,13 @@
 import json
 
 import torch
-from jobs import CLEAN, audit
+from jobs import CLEAN, audit, weights
 from ranks import fork_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from test_bitwise import NETS, life, options, run, through_kills
 
 import train_ddp
 import train_mp
-from common.checkpoint.__main__ import main
 
 OWN = """
 import torch
@@ -57,11 +56,6 @@ def test_init_from_init_skip_freeze_and_patience_go_through_kills_and_worlds_to_
     }
     killed = tmp_path / "killed"
     staged = given | {"script": "mp", "devices": ("cpu", "cpu")}
-    for size, script, asked in ((1, train_ddp, given), (2, train_mp, staged)):
-        wrong = options(killed, asked | {"init_skip": ()})  # 9 classes do not fit 4
-        assert fork_ranks(size, life, script, wrong, may_die=range(size)) == [2] * size
-        assert not killed.exists(), "a start that failed binds nothing"
-        assert "2 tensors do not fit this model" in capfd.readouterr().err
     unbroken = run(tmp_path / "unbroken", 1, given)
     said = capfd.readouterr().out
     assert "7.weight, 7.bias begin afresh" in said and "stopped: no better evaluation since step" in said
@@ -71,13 +65,6 @@ def test_init_from_init_skip_freeze_and_patience_go_through_kills_and_worlds_to_
     assert last["step"] - last["best"]["step"] == 2 * 5 and last["step"] < 6 * 5
     assert fork_ranks(1, life, train_ddp, options(killed, given)) == [None], "a restart finds nothing to do"
     assert run(tmp_path / "stages", 1, staged, train_mp) == unbroken
-
-    files = [tmp_path / "w.safetensors", tmp_path / "stages.safetensors"]
-    for folder, path in zip((killed, tmp_path / "stages"), files, strict=True):
-        assert main([str(folder), "--best", "--export", str(path)]) == 0
-    assert files[0].read_bytes() == files[1].read_bytes()
-    net = made["net"](type("Data", (), {"classes": 4}))
-    found = load_file(files[0])
-    net.load_state_dict(found)
-    same = {name for name, tensor in found.items() if torch.equal(tensor, foreign[name])}
-    assert same == {name for name in found if name.startswith(("0.", "1."))}, "what is frozen and no more"
+    found = weights(killed)
+    same = {name for name, tensor in foreign.items() if torch.equal(found[name], tensor)}
+    assert same == {name for name in foreign if name.startswith(("0.", "1."))}, "what is frozen and no more"

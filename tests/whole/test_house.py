@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import importlib
+import inspect
 import io
 import os
 import re
@@ -9,6 +11,7 @@ import sys
 import tokenize
 from collections import Counter
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 from jobs import ROOT, ran
@@ -26,8 +29,7 @@ TORCHLESS = ("common", "common.place", "common.errors", "common.options", "commo
 MOST_NAMES = 20  # that one door hands out
 
 # These alone say torch.distributed, and these alone read os.environ.
-COLLECTIVE = {f"world/{name}" for name in ("world", "rendezvous")}
-COLLECTIVE |= {"training/replicas", "extras/bits"}
+COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
     "training": 7940,
@@ -52,7 +54,6 @@ PRICES = {  # of what a plain training imports, by room, in code tokens
 TOP_LEVEL = "LICENSE README.md common launch requirements.txt tests train_ddp.py train_dp.py train_mp.py"
 MADE_BY_USE = {"runs", "data", "__pycache__"}
 A_ROOM = pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
-A_SCRIPT = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 
 
 def place(path):
@@ -85,35 +86,15 @@ def imports(path):
 
 
 def door(room):
-    """The names that a room hands out: all that its door imports; of a file all without an underscore."""
-    if (HOUSE / f"{room}.py").is_file():
-        body = tree_of(HOUSE / f"{room}.py").body
-        assigned = [
-            target.id for node in body for target in getattr(node, "targets", ()) if hasattr(target, "id")
-        ]
-        defined = [node.name for node in body if hasattr(node, "name")]
-        return {name for name in assigned + defined if not name.startswith("_")}
-    return {name for _, name in imports(HOUSE / room / "__init__.py")}
-
-
-def says(path, dotted):
-    """Lines on which a file names `sys.argv` and the like; what runs under `if __name__ == "__main__"` is
-    left out.
-    """
-    tree = tree_of(path)
-    mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
-    skipped = {id(inner) for node in mains for inner in ast.walk(node)}
-    return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == dotted and id(node) not in skipped
-    ]
+    """{name: thing} of what a room hands out."""
+    inside = vars(importlib.import_module(f"common.{room}"))
+    public = [name for name in inside if not name.startswith("_")]
+    return {name: inside[name] for name in public if not inspect.ismodule(inside[name])}
 
 
 def test_the_map_lists_every_room_once_and_this_test_sees_its_files():
-    rooms = {room_of(path) for path in FILES}
-    listed = sum(len(floor) for floor in FLOORS)
-    assert sorted(HEIGHT) == sorted(rooms) and listed == len(rooms), "mend the map in common/__init__.py"
+    listed = sorted(room for floor in FLOORS for room in floor)
+    assert listed == sorted({room_of(path) for path in FILES}), "mend the map in common/__init__.py"
     assert len(FILES) > 30, "a glob that finds nothing proves nothing"
 
 
@@ -147,8 +128,9 @@ def test_a_door_hands_out_little_and_only_what_somebody_outside_takes(room):
     for path in [*FILES, *SCRIPTS, *ROOT.glob("launch/*.py"), *(ROOT / "tests").rglob("*.py")]:
         inside = path.is_relative_to(HOUSE / room) or path.is_relative_to(ROOT / "tests" / room)
         taken |= {name for module, name in imports(path) if module == f"common.{room}" and not inside}
-    assert door(room) <= taken, f"nobody outside of {room} takes {sorted(door(room) - taken)}"
-    assert len(door(room)) <= MOST_NAMES
+    handed_out = door(room).keys()
+    assert handed_out <= taken, f"nobody outside of {room} takes {handed_out - taken}"
+    assert len(handed_out) <= MOST_NAMES
     body = tree_of(HOUSE / room / "__init__.py").body
     assert all(isinstance(node, ast.Expr | ast.ImportFrom) for node in body), "a door only hands out"
     assert all(module.startswith(f"common.{room}") for module, _ in imports(HOUSE / room / "__init__.py"))
@@ -170,18 +152,14 @@ def test_no_circle_inside_a_room(room):
 
 @pytest.mark.parametrize("path", FILES, ids=place)
 def test_only_who_must_says_torch_distributed_and_looks_at_arguments_or_environment(path):
+    dotted = {ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+    dotted |= {module for module, _ in imports(path)}
     if place(path) not in COLLECTIVE:
-        assert not [module for module, _ in imports(path) if module.startswith("torch.distributed")]
-        assert not says(path, "torch.distributed")
-    if place(path) not in ("options/parser", "options/user"):
-        assert not says(path, "sys.argv")
+        assert not [name for name in dotted if name.startswith("torch.distributed")]
+    if place(path) not in ("options/parser", "options/user") and path.stem != "__main__":
+        assert "sys.argv" not in dotted
     if place(path) not in ENVIRON:
-        assert not says(path, "os.environ") and not says(path, "os.getenv")
-
-
-def test_the_lists_of_exceptions_name_files_that_need_them():
-    assert COLLECTIVE | ENVIRON <= {place(path) for path in FILES}
-    assert not {name for name in ENVIRON if not says(HOUSE / f"{name}.py", "os.environ")}
+        assert not dotted & {"os.environ", "os.getenv"}
 
 
 PLAIN = "train_ddp.py --model net --dataset digits --max-steps 2 --eval-every 0 --run-dir"
@@ -190,16 +168,13 @@ IMPORTED = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[
 
 def test_a_plain_training_imports_no_extra_and_each_room_costs_what_is_written_here(tmp_path):
     """Who makes a room dearer changes a line here, and a reader sees the price: code tokens, as imported."""
-    code = f"{IMPORTED}; print([m for m in sys.modules if m.split('.')[0] == 'common'])"
+    code = f"{IMPORTED}; print([m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'common'])"
     done = ran(sys.executable, "-c", code, *PLAIN.split(), tmp_path / "run", cwd=ROOT)
-    modules = ast.literal_eval(done.stdout.splitlines()[-1])
-    assert not [module for module in modules if module.startswith("common.extras")]
     prices = Counter()
-    for module in modules:
-        path = ROOT.joinpath(*module.split("."))
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        prices[room_of(path)] += tokens_of(path)
+    for file in ast.literal_eval(done.stdout.splitlines()[-1]):
+        prices[room_of(Path(file))] += tokens_of(Path(file))
     print(f"a plain training imports {prices.total():,} tokens: {dict(prices)}")
+    assert "extras" not in prices
     dearer = {room: price for room, price in prices.items() if price > PRICES.get(room, 0)}
     cheaper = {room: price for room, price in PRICES.items() if price > prices[room] + 100}
     assert not dearer and not cheaper, f"mend PRICES: it is now {dict(prices)}"
@@ -207,46 +182,20 @@ def test_a_plain_training_imports_no_extra_and_each_room_costs_what_is_written_h
 
 def tokens_of(path):
     """How much code there is to read: no comment, no docstring, no line end."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    code = [token for token in tokens if token.string.strip() and token.type != tokenize.COMMENT]
+    return sum(not token.line.strip().startswith('"""') for token in code)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_is_the_same_on_each_rank_and_says_where_the_words_are_that_a_learner_looks_for(path):
+    names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree_of(path))}
+    assert not names & {"rank", "local_rank", "node"}, "let common/ be quiet on the other ranks"
+    assert not [module for module, _ in imports(path) if module.startswith("torch.distributed")]
     text = path.read_text(encoding="utf-8")
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef
-    docs = {
-        node.body[0].lineno
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, documented) and ast.get_docstring(node) is not None
-    }
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    code = [t for t in tokens if t.string.strip() and t.type != tokenize.COMMENT]
-    return sum(not (t.type == tokenize.STRING and t.start[0] in docs) for t in code)
-
-
-@A_SCRIPT
-def test_a_script_asks_for_no_rank_and_calls_no_collective(path):
-    named = {module for module, _ in imports(path) if module.startswith("torch.distributed")}
-    assert all("elastic" in name for name in named), named
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Compare | ast.If | ast.IfExp | ast.BoolOp):
-            inside = [node] if isinstance(node, ast.Compare) else [getattr(node, "test", None) or node]
-            ranks = [
-                ast.unparse(n)
-                for part in inside
-                for n in ast.walk(part)
-                if getattr(n, "attr", getattr(n, "id", "")) in ("rank", "local_rank", "node")
-            ]
-            assert not ranks, (
-                f"{path.name}, line {node.lineno} depends on {ranks}: let common/ be quiet on the other ranks"
-            )
-
-
-@A_SCRIPT
-def test_the_optimizer_steps_within_30_lines_of_the_loop_over_batches(path):
-    lines = path.read_text().splitlines()
-    loop = next(i for i, line in enumerate(lines) if line.strip().startswith("for batch in"))
-    assert any("run.step(" in line for line in lines[loop : loop + 30])
-
-
-@A_SCRIPT
-def test_a_script_says_where_the_words_are_that_a_learner_looks_for(path):
-    note = " ".join(re.findall("^# (.*)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    loop = text[text.index("for batch in") :].splitlines()[:30]
+    assert any("run.step(" in line for line in loop)
+    note = " ".join(re.findall("^# (.*)", text, re.MULTILINE))
     named = dict(re.findall(r"([\w.]+)(?:\? It is)? in (common/[\w/]+\.py)", note))
     assert {"DistributedDataParallel", "nn.DataParallel", "backward", "set_epoch", "RANK"} == {*named}
     for word, file in named.items():
@@ -254,12 +203,9 @@ def test_a_script_says_where_the_words_are_that_a_learner_looks_for(path):
 
 
 def test_options_and_what_they_need_import_without_torch_or_numpy():
-    code = (
-        f"import sys, {', '.join(TORCHLESS)}; print([n for n in ('torch', 'numpy', 'tqdm') if n in "
-        f"sys.modules])"
-    )
+    code = f"import sys, {', '.join(TORCHLESS)}; print({{'torch', 'numpy', 'tqdm'}} & {{*sys.modules}})"
     done = ran(sys.executable, "-c", code)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 def test_the_top_level_holds_what_was_agreed_on():
@@ -268,13 +214,8 @@ def test_the_top_level_holds_what_was_agreed_on():
 
 
 def test_no_file_names_a_place_of_one_machine():
-    homes = re.compile("/(" + "|".join(("work", "home", "root", "Users", "tmp/team")) + ")/")
-    folders = ("common", "launch", "tests", ".github", ".ci")
-    inside = [path for folder in folders for path in (ROOT / folder).rglob("*")]
-    for path in [*inside, *SCRIPTS, ROOT / "README.md"]:
-        if path.is_file() and path.suffix not in (".pyc", ".safetensors"):
-            named = homes.search(path.read_text(encoding="utf-8", errors="replace"))
-            assert not named, f"{path.relative_to(ROOT)}: {named[0]}"
+    homes = "/(" + "|".join(("work", "home", "root", "Users", "tmp/team")) + ")/"
+    assert not ran("git", "grep", "--untracked", "-InE", homes).stdout
 
 
 @pytest.mark.parametrize("words", ["check --output-format concise", "format --diff"])

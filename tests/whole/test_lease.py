@@ -5,41 +5,8 @@ import sys
 
 import pytest
 from jobs import ROOT, ran
-from lease import TESTS, Lease, Part
 
-SLEEP = '__import__("time").sleep(99)'
-CHILD = '__import__("subprocess").Popen(["sleep","98"],start_new_session=True)'
-
-
-SIZE = r"size:(?P<size>\d)"
 ALL = "tests bench pictures saves compile".split()
-
-
-def test_a_part_that_fails_is_late_or_shows_no_figure_stops_no_other(tmp_path):
-    rows = [  # name, what it runs, seconds, pattern of its figures, what is said of it
-        ("facts", 'print("card:X")', 60, r"(?P<name>\w+):(?P<value>.+)", "passed"),
-        ("bad", 'print("size:1");raise(KeyError("why"))', 60, SIZE, "failed, code 1"),
-        ("skipped", 'print("=","7","skipped","in","1s","=")', 60, TESTS, "failed, no figure"),
-        ("tested", 'print("=","5","passed,","7","skipped","in","1s","=")', 60, TESTS, "passed"),
-        ("late", f'print("size:2");{CHILD};{SLEEP}', 1, SIZE, "late"),
-        ("good", 'print("size:4")', 60, SIZE, "passed"),
-    ]
-    lease = Lease(tmp_path)
-    for name, code, seconds, figure, _ in rows:
-        lease.run(Part(name, seconds, figure, f"-c {code}", f"-c {code}"))
-    found = json.loads((tmp_path / "figures.json").read_text())
-    assert [part["outcome"] for part in found["parts"]] == [row[-1] for row in rows]
-    assert found["card"] == "X" and found["parts"][-1]["figures"] == [{"size": "4"}]
-    assert found["parts"][3]["figures"] == [{"failed": "", "passed": "5", "skipped": "7"}]
-    summary = (tmp_path / "summary.txt").read_text()
-    assert "card X" in summary and "  > KeyError: 'why'" in summary and "    size:4" in summary
-    assert "Traceback" in (tmp_path / "figures.txt").read_text()
-
-
-def test_after_the_last_second_no_part_begins(tmp_path):
-    lease = Lease(tmp_path, seconds=5)
-    lease.run(Part("any", 60, "", "-c print(1)", "-c print(1)"))
-    assert lease.done[0]["outcome"] == "skipped: no time left"
 
 
 @pytest.mark.parametrize("parts", [["saves"], pytest.param([], marks=pytest.mark.long)])

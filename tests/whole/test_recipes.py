@@ -1,7 +1,10 @@
 """The recipes of common/README.md, as they are printed there."""
 
+import re
+import textwrap
+
 import torch
-from jobs import TESTS
+from jobs import ROOT, TESTS
 from test_readme import COMMON, fenced, section
 
 TEXT = section(COMMON, "Recipes")
@@ -23,17 +26,9 @@ def rare():
 def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jobs, tmp_path, run):
     file = tmp_path / "my_recipes.py"
     file.write_text(CODE + DATA)
-    jobs.python(
-        "train_ddp.py",
-        "--model=mlp",
-        f"--dataset={file}:rare",
-        f"--task={file}:mixup",
-        "--epochs=2",
-        "--log-every=5",
-        "--workers=0",
-        "--no-tensorboard",
-        f"--run-dir={tmp_path / 'run'}",
-    ).ends_with(0)
+    flags = "--model=mlp --epochs=2 --log-every=5 --workers=0 --no-tensorboard".split()
+    own = (f"--dataset={file}:rare", f"--task={file}:mixup", f"--run-dir={run}")
+    jobs.python("train_ddp.py", *flags, *own).ends_with(0)
     names = {}
     rows = []
     exec(CODE, names)
@@ -44,40 +39,20 @@ def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jo
 
 def test_the_profiler_of_torch_goes_around_the_loop(jobs, tmp_path):
     (context,) = [line.split("`")[1] for line in TEXT.splitlines() if "torch.profiler" in line]
-    script = (TESTS.parents[1] / "train_ddp.py").read_text()
-    start = script.index("        for epoch in run.epochs():")
-    body, _, rest = script[start:].partition("\n\n\n")
-    head = script[:start]
-    indented = "\n".join(f"    {line}" for line in body.splitlines())
-    copy = tmp_path / "profiled.py"
-    copy.write_text(
-        f"import torch\n{head}        {context}\n{indented}\n"
-        f"        profiler.export_chrome_trace({str(tmp_path / 'trace.json')!r})\n\n\n{rest}"
-    )
-    jobs.start(
-        copy,
-        "--model=mlp",
-        "--dataset=random",
-        "--max-steps=3",
-        "--no-tensorboard",
-        f"--run-dir={tmp_path / 'run'}",
-        PYTHONPATH=str(TESTS.parents[1]),
-    ).ends_with(0)
+    script = (ROOT / "train_ddp.py").read_text()
+    head, loop, rest = re.match(r"(?s)(.*\n)(        for epoch in .*?\n)(\n\n.*)", script).groups()
+    inside = f"        {context}\n{textwrap.indent(loop, '    ')}"
+    export = "        profiler.export_chrome_trace('trace.json')\n"
+    (tmp_path / "profiled.py").write_text(f"import torch\n{head}{inside}{export}{rest}")
+    flags = "--model=mlp --dataset=random --max-steps=3 --no-tensorboard --run-dir=run".split()
+    jobs.start(tmp_path / "profiled.py", *flags, cwd=tmp_path, PYTHONPATH=str(ROOT)).ends_with(0)
     assert "aten::" in (tmp_path / "trace.json").read_text()
 
 
 def test_a_gpt_of_a_run_writes_on(jobs, tmp_path, run):
-    file = tmp_path / "cats.txt"
-    file.write_text("the cat sat on the mat. " * 600)
-    jobs.python(
-        "train_ddp.py",
-        "--model=gpt:1x2x16",
-        "--dataset=text:64",
-        f"--data-dir={file}",
-        "--max-steps=2",
-        "--no-tensorboard",
-        f"--run-dir={tmp_path / 'run'}",
-    ).ends_with(0)
+    (tmp_path / "cats.txt").write_text("the cat sat on the mat. " * 600)
+    flags = "--model=gpt:1x2x16 --dataset=text:64 --data-dir=cats.txt --max-steps=2 --no-tensorboard"
+    jobs.python("train_ddp.py", *flags.split(), "--run-dir=run", cwd=tmp_path).ends_with(0)
     names = {"torch": torch}
     with torch.no_grad():
         exec(WRITES.replace("runs/wide", f"{run}").replace("range(200)", "range(70)"), names)

@@ -2,7 +2,6 @@
 
 import os
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,13 @@ from jobs import ROOT, losses, rows
 MNIST = Path(os.environ.get("MNIST_DIR", ROOT.parent / "shared" / "data"))
 
 
-def script(start, name, *arguments):
-    """What it prints; `start`: jobs.python or jobs.torchrun."""
-    job = start(name, *arguments, "--no-tensorboard")
-    return job.ends_with(0)
+def flags(words, run):
+    return [*words.split(), "--no-tensorboard", f"--run-dir={run}"]
 
 
 def test_000_the_lstm_learns_the_two_sentences_under_data_parallel_in_ten_epochs(jobs, tmp_path):
-    out = script(
-        jobs.python,
-        "train_dp.py",
-        "--model=lstm",
-        "--dataset=sentiment",
-        "--epochs=10",
-        "--log-every=1",
-        "--optimizer=adam",
-        "--lr=0.001",
-        f"--run-dir={tmp_path}",
-        "--devices=cpu,cpu",
-    )
+    words = "--model=lstm --dataset=sentiment --epochs=10 --log-every=1 --optimizer=adam --lr=0.001"
+    out = jobs.python("train_dp.py", "--devices=cpu,cpu", *flags(words, tmp_path)).ends_with(0)
     found = losses(tmp_path)
     assert len(found) == 10 and found == sorted(found, reverse=True)
     assert 0.6 < found[0] < 0.8 and found[-1] < 0.5
@@ -38,15 +25,8 @@ def test_000_the_lstm_learns_the_two_sentences_under_data_parallel_in_ten_epochs
 
 @pytest.mark.skipif(not (MNIST / "MNIST/raw/train-images-idx3-ubyte").exists(), reason="no MNIST files")
 def test_001_and_002_the_mnist_net_on_two_processes_passes_97_percent_in_two_epochs(jobs, tmp_path):
-    script(
-        partial(jobs.torchrun, 2),
-        "train_ddp.py",
-        "--dataset=mnist",
-        f"--data-dir={MNIST}",
-        "--epochs=2",
-        "--max-steps=1300",
-        f"--run-dir={tmp_path}",
-    )
+    words = flags("--dataset=mnist --epochs=2 --max-steps=1300", tmp_path)
+    jobs.torchrun(2, "train_ddp.py", f"--data-dir={MNIST}", *words).ends_with(0)
     first, second = (line["val_acc"] for line in rows(tmp_path) if "val_acc" in line)
     assert first > 0.95 and second > 0.97
 
@@ -55,18 +35,9 @@ def test_001_and_002_the_mnist_net_on_two_processes_passes_97_percent_in_two_epo
 def test_002_the_same_net_trains_over_two_devices_of_one_process_with_momentum_and_balance(
     jobs, tmp_path, name
 ):
-    out = script(
-        jobs.python,
-        name,
-        "--devices=cpu,cpu",
-        "--epochs=1",
-        f"--run-dir={tmp_path}",
-        "--optimizer=sgd",
-        "--lr=0.05",
-        "--momentum=0.5",
-        "--max-steps=120",
-        *["--balance=1,1,1,1"] * (name == "train_mp.py"),
-    )
+    words = flags("--epochs=1 --optimizer=sgd --lr=0.05 --momentum=0.5 --max-steps=120", tmp_path)
+    balance = ["--balance=1,1,1,1"] * (name == "train_mp.py")
+    out = jobs.python(name, "--devices=cpu,cpu", *balance, *words).ends_with(0)
     found = rows(tmp_path)
     assert found[0]["loss"] > 2.0 and found[-1]["val_acc"] > 0.5
     if name == "train_mp.py":
@@ -74,40 +45,20 @@ def test_002_the_same_net_trains_over_two_devices_of_one_process_with_momentum_a
 
 
 def test_003_the_small_perceptron_trains_in_two_processes_with_a_hand_set_environment(jobs, tmp_path):
-    flags = (
-        "--model=mlp",
-        "--dataset=random:200x10",
-        "--epochs=2",
-        "--log-every=1",
-        f"--run-dir={tmp_path}",
-        "--no-tensorboard",
-        "--optimizer=sgd",
-        "--momentum=0",
-        "--lr=0.001",
+    words = (
+        "--model=mlp --dataset=random:200x10 --epochs=2 --log-every=1 --optimizer=sgd --momentum=0 --lr=0.001"
     )
-    ranks = jobs.by_hand(2, "train_ddp.py", *flags)
+    ranks = jobs.by_hand(2, "train_ddp.py", *flags(words, tmp_path))
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output + ranks[1].output
-    outs = [rank.output for rank in ranks]
-    assert "world 2 " in outs[0] and "model mlp: 67 parameters" in outs[0]  # 10*5 + 5 + 5*2 + 2
-    assert not [line for line in outs[1].splitlines() if not line.startswith("[W")]  # of torch
+    first, second = (rank.output for rank in ranks)
+    assert "world 2 " in first and "model mlp: 67 parameters" in first  # 10*5 + 5 + 5*2 + 2
+    assert not [line for line in second.splitlines() if not line.startswith("[W")]  # of torch
     assert [m["step"] for m in rows(tmp_path) if "loss" in m] == list(range(1, 9))  # 4 steps an epoch
 
 
-@pytest.mark.parametrize("devices, inside", [("cpu", [30, 30, 30, 10]), ("cpu,cpu", [15, 15] * 3 + [5, 5])])
+@pytest.mark.parametrize("devices, inside", [("cpu", "30 30 30 10"), ("cpu,cpu", "15 15 15 15 15 15 5 5")])
 def test_004_show_scatter_prints_the_random_batches_as_in_the_tutorial(jobs, tmp_path, devices, inside):
-    out = script(
-        jobs.python,
-        "train_dp.py",
-        "--dataset=random",
-        "--model=mlp",
-        "--epochs=1",
-        "--global-batch-size=30",
-        f"--run-dir={tmp_path}",
-        f"--devices={devices}",
-        "--show-scatter",
-    )
-    lines = [line.split() for line in out.splitlines()]
-    sizes = [int(words[4].strip("(,")) for words in lines if words[:2] == ["In", "Model:"]]
-    outside = [int(words[3].strip("(,")) for words in lines if words[:1] == ["Outside:"]]
-    assert sizes[: len(inside)] == inside
-    assert outside[:4] == [30, 30, 30, 10]
+    words = flags("--dataset=random --model=mlp --epochs=1 --global-batch-size=30 --show-scatter", tmp_path)
+    out = jobs.python("train_dp.py", f"--devices={devices}", *words).ends_with(0)
+    assert " ".join(re.findall(r"In Model: \D+(\d+)", out)).startswith(inside)
+    assert " ".join(re.findall(r"Outside: \D+(\d+)", out)).startswith("30 30 30 10")

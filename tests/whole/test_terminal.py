@@ -6,28 +6,10 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
 import threading
-from pathlib import Path
 
 from jobs import PACED, ROOT, until, wait_for
-
-
-def test_the_first_line_comes_before_torch_is_imported(tmp_path, run):
-    job = subprocess.Popen(
-        [sys.executable, ROOT / "train_ddp.py", "--run-dir", run],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert job.stdout.readline().startswith(f"{tmp_path}/run: starting")
-        assert "libtorch" not in Path(f"/proc/{job.pid}/maps").read_text()
-    finally:
-        job.kill()
-        job.communicate()
 
 
 class Terminal:
@@ -57,17 +39,8 @@ def test_kills_leave_no_torn_bar_and_a_sentence_for_each_death(jobs, run):
     pids = []
     with Terminal() as terminal:
         (jobs.folder / f"output-{jobs.count + 1}").symlink_to(os.ttyname(terminal.theirs))
-        job = jobs.start(
-            ROOT / "launch/torchrun.py",
-            "--nproc_per_node=2",
-            ROOT / "train_ddp.py",
-            *PACED,
-            "--epochs=3",
-            "--run-dir",
-            run,
-            TERM="xterm",
-            PACE="0.02",
-        )
+        train = [ROOT / "train_ddp.py", *PACED, "--epochs=3", "--run-dir", run]
+        job = jobs.start(ROOT / "launch/torchrun.py", "--nproc_per_node=2", *train, TERM="xterm", PACE="0.02")
         for life in (0, 1):
             pids.append(wait_for(run, 6 + 8 * life, life)["pids"][life])
             assert jobs.kill(pids[-1])
@@ -78,9 +51,5 @@ def test_kills_leave_no_torn_bar_and_a_sentence_for_each_death(jobs, run):
     assert lines[-2].startswith("done at step 33: val_acc ") and lines[-1] == "", lines
     assert "100%|██████████| epoch 3/3  step 33/33" in terminal.text
     for rank, pid in enumerate(pids):
-        sentences = (
-            rf"rank {rank} \(pid {pid}\) was killed by SIGKILL; step \d+ saved by rank {1 - rank}",
-            r"resuming at step \d+, epoch \d, position \d+, from \S+, after \d+\.\d s with 2 \w+",
-        )
-        for sentence, count in zip(sentences, (1, 2), strict=True):
-            assert sum(bool(re.fullmatch(sentence, line)) for line in lines) == count, lines
+        sentence = rf"rank {rank} \(pid {pid}\) was killed by SIGKILL; step \d+ saved by rank {1 - rank}"
+        assert sum(bool(re.fullmatch(sentence, line)) for line in lines) == 1, lines
