@@ -163,7 +163,7 @@ def test_no_checkpoint_is_half_written_when_everything_dies_in_the_middle_of_sav
 def test_a_damaged_checkpoint_is_never_used(jobs, run, undisturbed_bits):
     chance = random.Random(5)
     start = ("train_ddp.py", *PACED, *BITS, f"--run-dir={run}", "--keep=2")
-    complete(jobs.python(*start, "--max-steps=9", PACE="0"))
+    complete(jobs.python(*start, "--max-steps=18", PACE="0"))
     digest_of_older = digest_of(jobs, run)
     complete(jobs.python(*start, PACE="0"))
     older, newest = sorted((run / "checkpoints").glob("step-*"))[-2:]
