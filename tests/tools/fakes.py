@@ -141,11 +141,8 @@ def fake_streams(gpu=0, count=1):
             current(torch.device("cuda", index)).submit(job, late=non_blocking)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, fake in (
-            ("current_stream", current),
-            ("set_device", set_device),
-        ):
-            patch.setattr(torch.cuda, name, fake)
+        patch.setattr(torch.cuda, "current_stream", current)
+        patch.setattr(torch.cuda, "set_device", set_device)
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
         patch.setattr(training_state, "has_peers", lambda: True)
         always = property(lambda image: True, lambda image, value: None)

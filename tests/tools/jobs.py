@@ -79,9 +79,8 @@ class Jobs:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self.warm:
-            self.warm.stdin.close()
-            self.warm.kill()  # some process of the test's may hold its stdin open
-            self.warm.wait()
+            with self.warm:  # waits, and closes its pipes
+                self.warm.kill()  # some process of the test's may hold its stdin open
 
     def environment(self, **extra):
         from common.place import MEETING
@@ -95,6 +94,7 @@ class Jobs:
         """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, any program as in a shell."""
         self.count += 1
         cwd = str(cwd or self.folder)
+        env = self.environment(**env)
         out = self.folder / f"output-{self.count}"
         argv = [str(a) for a in argv]
         if cold:
@@ -102,7 +102,7 @@ class Jobs:
             with open(out, "ab") as file:
                 child = subprocess.Popen(
                     [program, *command],
-                    env=self.environment(**env),
+                    env=env,
                     cwd=cwd,
                     stdout=file,
                     stderr=file,
@@ -112,7 +112,7 @@ class Jobs:
                 )
             return Job(self, child.pid, out, child)
         self._warm_up()
-        asked = {"argv": argv, "env": self.environment(**env), "cwd": cwd, "out": str(out)}
+        asked = {"argv": argv, "env": env, "cwd": cwd, "out": str(out)}
         print(json.dumps(asked), file=self.warm.stdin, flush=True)
         return Job(self, int(self.warm.stdout.readline()), out)
 
@@ -288,10 +288,11 @@ def wait_for(run, step, life=0, job=None):
     """The newest life (at least number `life`, from 0), once a rank of it has done `step`."""
 
     def there():
-        if job and job.poll() is not None and not (lives(run) and reached(run) >= step):
-            raise AssertionError(f"the job ended with {job.poll()} before step {step}\n{job.output}")
+        code = job and job.poll()
         found = lives(run)
-        return len(found) > life and reached(run) >= step and found[-1]
+        if len(found) > life and reached(run) >= step:
+            return found[-1]
+        assert code is None, f"the job ended with {code} before step {step}"
 
     try:
         return until(there, f"step {step} of life {life} in {run}")

@@ -48,23 +48,6 @@ THREADS = 6  # of each mount: a slow request does not delay the others
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Knobs:
-    """Of one server; all its mounts share them."""
-
-    latency = 0.0  # seconds, of each request
-    # Whole seconds that a mount believes what it knows: attributes, names, and that a name does not exist. An
-    # open asks the server (NFS: close-to-open).
-    late = 0
-
-    def __init__(self):
-        self.back = threading.Event()
-
-    def turn(self, away=False, **knobs):
-        """`away`: the server does not answer."""
-        vars(self).update(knobs)
-        (self.back.clear if away else self.back.set)()
-
-
 class Mount:
     """One machine's view: the kernel's caches are its own."""
 
@@ -204,12 +187,19 @@ class Mount:
 
 
 def serve(server, mounts, turns):
-    """Whatever comes through the pipe turns knobs."""
-    knobs = Knobs()
+    """What comes through the pipe turns knobs, which all mounts share.
+
+    `latency`: seconds, of each request. `away`: the server does not answer. `late`: whole seconds that a
+    mount believes what it knows: attributes, names, and that a name does not exist. An open asks the server
+    (NFS: close-to-open).
+    """
+    knobs = SimpleNamespace(latency=0.0, late=0, back=threading.Event())
     for path in mounts:
         Mount(server, path, knobs)
     while True:
-        knobs.turn(**turns.recv())
+        turned = turns.recv()
+        (knobs.back.clear if turned.pop("away", False) else knobs.back.set)()
+        vars(knobs).update(turned)
         turns.send("turned")
 
 
@@ -218,10 +208,9 @@ def served(folder, machines=1, **knobs):
     """The mounts of one server, a process of its own; `set` turns knobs, `server` is the folder behind."""
     if os.geteuid() or not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("no file system in user space: it takes root and /dev/fuse")
-    server, *mounts = folders = [
-        folder / name for name in ("server", *map("machine{}".format, range(machines)))
-    ]
-    for path in folders:
+    server = folder / "server"
+    mounts = [folder / f"machine{number}" for number in range(machines)]
+    for path in (server, *mounts):
         path.mkdir(parents=True, exist_ok=True)
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=serve, args=(server, mounts, theirs))

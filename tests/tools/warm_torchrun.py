@@ -26,7 +26,6 @@ import traceback
 import types
 from pathlib import Path
 
-import pages
 from police import alive
 
 ROOT = os.path.abspath(f"{__file__}/../../..")
@@ -173,7 +172,6 @@ def main():
     import common.elastic  # noqa: F401
 
     sys.path.remove(ROOT)
-    pages.gather()
     print("ready", flush=True)
     running = {}  # {process: where its output goes}
     while True:
