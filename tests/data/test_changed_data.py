@@ -18,29 +18,22 @@ def changed(tmp_path, said, samples=None, accepts=False, resume="auto", **flags)
     return a_life(opts, fingerprint=OTHER, said=said, samples=samples)
 
 
-def test_changed_data_is_refused_with_the_flag_that_accepts_it_and_the_command_of_a_new_run(tmp_path):
+def test_changed_data_is_refused_with_its_way_out_and_has_to_be_accepted_once(tmp_path):
     two_checkpoints(tmp_path)
     words = "the data's fingerprint was ffffffffffff, now 000000000000"
     text = refused(options(tmp_path), words, fingerprint=OTHER)
     assert "--accept-data-change" in text and f"--run-dir NEW --resume {tmp_path}/run" in text
     opts = options(tmp_path, lr=0.5, accept_data_change=True)
     assert "give the same options" in refused(opts, "--lr was", fingerprint=OTHER)
-
-
-def test_mended_data_with_as_many_samples_goes_on_at_its_position_and_has_to_be_accepted_once(tmp_path):
-    two_checkpoints(tmp_path)
     said = []
     with changed(tmp_path, said, accepts=True) as life:
         assert is_at(life.state, 2)
-    (line,) = said
-    assert "fingerprint was ffffffffffff, now 000000000000" in line
     with changed(tmp_path, said) as life:  # nothing was saved in between
-        assert is_at(life.state, 2)
         save(life, 3)
+    assert len(said) == 1 and words in said[0]
     refused(options(tmp_path), "fingerprint was 000000000000, now ffffffffffff")
-    with changed(tmp_path, said) as life:
+    with changed(tmp_path, None) as life:
         assert is_at(life.state, 3)
-    assert len(said) == 1
 
 
 @pytest.mark.parametrize("samples", [641, 639, 5])

@@ -107,21 +107,17 @@ def write_images(root, n=3):
         (root / name).mkdir(parents=True)
         for number in range(n):
             picture = image.new("RGB", (260 + number, 240 - number), (red, 30 * number, 200))
+            picture.paste(image.linear_gradient("L"))
             picture.save(root / name / f"{number}.png")
     return root
 
 
 @pytest.mark.parametrize("augment, moves", [("auto", True), ("none", False)])
 def test_images_are_augmented_in_training_alone_and_only_if_asked_for(tmp_path, augment, moves):
-    from PIL import Image
-
-    write_images(tmp_path)
-    grey = np.arange(62500, dtype=np.uint32).astype("u1").reshape(250, 250)
-    Image.fromarray(grey).save(tmp_path / "train/cat/0.png")
-    data = load("imagefolder", tmp_path, augment=augment, image_size=32)
+    data = load("imagefolder", write_images(tmp_path), augment=augment, image_size=32)
     assert (*data.sample_shape, data.classes, len(data.test)) == (3, 32, 32, 2, 6)
-    assert torch.equal(data.train.fetch([0], 0)[0], data.train.fetch([0], 1)[0]) != moves
-    assert torch.equal(data.test.fetch([0], 0)[0], data.test.fetch([0], 1)[0])
+    for split, is_changed in ((data.train, moves), (data.test, False)):
+        assert torch.equal(split.fetch([0], 0)[0], split.fetch([0], 1)[0]) != is_changed
 
 
 def test_the_fingerprint_of_a_folder_sees_names_and_sizes(tmp_path):
@@ -164,35 +160,33 @@ def tokens(folder, vocab=300, length=8):
     return load(f"tokens:{length}", folder, vocab_size=vocab)
 
 
-@pytest.mark.parametrize("vocab, dtype", [(5000, "<u2"), (2**16 + 1, "<u4")])
-def test_windows_follow_each_other_and_each_label_is_the_token_that_comes_next(tmp_path, vocab, dtype):
-    data = tokens(write_tokens(tmp_path, val=101, vocab=5000, dtype=dtype), vocab)
-    x, y = data.test.fetch(range(len(data.test)))
-    assert x.dtype == torch.int64 and x.shape == (12, *data.sample_shape) == (12, 8)
-    assert x.flatten().tolist() == list(range(96)) and torch.equal(y, x + 1)
-    x[:] = 0  # a task may mask words in place
-    assert y.all() and data.vocab == data.classes == vocab
-
-
-@pytest.mark.parametrize("size", [9, 200, 1000, 1001, 1007, 1008])
-def test_an_epoch_reads_every_token_once_but_for_fewer_than_a_window_that_it_reads_twice(tmp_path, size):
-    data = tokens(write_tokens(tmp_path, train=size, vocab=2000), 2000)
+@pytest.mark.parametrize(
+    "size, vocab, dtype",
+    [*((size, 2000, "<u2") for size in (9, 200, 1000, 1001, 1007)), (1008, 2**16 + 1, "<u4")],
+)
+def test_an_epoch_reads_every_token_once_but_for_fewer_than_a_window_and_its_label_is_the_next_one(
+    tmp_path, size, vocab, dtype
+):
+    data = tokens(write_tokens(tmp_path, train=size, val=size, vocab=2000, dtype=dtype), vocab)
     for epoch, augment in ((0, False), (0, True), (7, True)):
         x, y = data.train.fetch(range(len(data.train)), epoch, augment)
         counts = x.flatten().bincount(minlength=size)
         assert counts.min() == 1 and counts.max() <= 2 and (counts == 2).sum() == -size % 8
         assert torch.equal(y, (x + 1) % size)
+    x, y = data.test.fetch(range(len(data.test)))  # no ring: what is left is left out
+    assert x.flatten().tolist() == [*range((size - 1) // 8 * 8)] and torch.equal(y, x + 1)
+    x[:] = 0  # a task may mask words in place
+    assert y.all() and data.vocab == data.classes == vocab
 
 
 def test_in_training_the_windows_begin_elsewhere_in_each_epoch(tmp_path):
-    def begin(split, epoch, augment=True):
-        return int(split.fetch([0], epoch, augment)[0][0, 0])
+    def begin(split, epoch):
+        return int(split.fetch([0], epoch, True)[0][0, 0])
 
     data = tokens(write_tokens(tmp_path, train=1001, vocab=2000), 2000)
     begins = [begin(data.train, epoch) for epoch in range(40)]
     assert {place % 8 for place in begins} == {*range(8)} and len({*begins}) > 30
-    assert begin(tokens(tmp_path, 2000).train, 7) == begins[7]
-    assert begin(data.test, 7) == begin(data.train, 7, False) == 0
+    assert begin(tokens(tmp_path, 2000).train, 7) == begins[7] and begin(data.test, 7) == 0
 
 
 def test_a_file_of_tokens_is_never_copied_into_memory(tmp_path):
@@ -243,12 +237,10 @@ def files(tmp_path):
 @pytest.mark.parametrize(
     "name, spoil, said",
     [
-        ("mnist", lambda at: (at / LABELS).write_bytes(b""), "dataset mnist"),
         ("mnist", lambda at: (at / LABELS).write_bytes(idx(19)), "dataset mnist"),
         ("imagefolder", lambda at: (at / "train").rename(at / "other"), "/train"),
         ("imagefolder", lambda at: (at / "val/dog").rename(at / "val/cow"), "only in one: cow, dog"),
         ("tokens:8", lambda at: write_tokens(at, val=8), "empty set"),
-        ("tokens:8", lambda at: (at / "train.bin").write_bytes(b"123"), "multiple of the data-type size"),
         ("tokens:8", lambda at: (at / "val.bin").unlink(), "val.bin"),
         ("text:8", id, "Is a directory: .*\n.*of text it is the file itself"),
         ("mnist", lambda at: (at / "MNIST").rename(at / "other"), "its files are to be in --data-dir /"),

@@ -17,19 +17,6 @@ TRAINING = (
 )
 
 
-class Cloud(ThreadingHTTPServer):
-    """A cloud's metadata server; `notice` is whether it announces an end, `asked` how often it was asked."""
-
-    daemon_threads = True
-
-    def __init__(self, dialect):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.dialect = dialect
-        self.notice = False
-        self.asked = 0
-        self.address = f"http://127.0.0.1:{self.server_port}"
-
-
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
         code, text = self.server.dialect(self)
@@ -78,18 +65,20 @@ def azure(request, machine="vm_1"):
 
 @pytest.fixture
 def cloud():
-    """Starts a cloud that speaks a dialect."""
-    started = []
+    """Starts a metadata server; `notice`: whether it announces an end, `asked`: how often it was asked."""
+    with contextlib.ExitStack() as stack:
 
-    def begin(dialect):
-        started.append(Cloud(dialect))
-        threading.Thread(target=started[-1].serve_forever, args=(0.02,), daemon=True).start()
-        return started[-1]
+        def begin(dialect):
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Answer))
+            server.dialect = dialect
+            server.notice = False
+            server.asked = 0
+            server.address = f"http://127.0.0.1:{server.server_port}"
+            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+            stack.callback(server.shutdown)
+            return server
 
-    yield begin
-    for server in started:
-        server.shutdown()
-        server.server_close()
+        yield begin
 
 
 @pytest.fixture

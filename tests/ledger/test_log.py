@@ -82,11 +82,10 @@ def test_a_start_reads_and_changes_the_end_of_a_long_file_alone(tmp_path):
 
 def test_a_step_has_one_training_row_and_one_evaluation_row_with_time_and_epochs_from_1(tmp_path):
     opts = options(tmp_path)
-    for first in (0, 4):  # the second life evaluates step 4 once more
-        life(opts, first, 4)
+    life(opts, 0, 4)
+    for _ in range(2):  # the second life evaluates step 4 once more
         with closing(Log(opts, 0, 4, 100)) as log:
-            metrics = {"val_acc": 0.97, "val_loss": float("nan")}
-            log.evaluation({"step": 4} | metrics, metrics)
+            log.evaluation({"step": 4, "val_acc": 0.97, "val_loss": float("nan")}, {})
     assert steps(tmp_path) == [1, 2, 3, 4, 4]
     *training, last = rows(tmp_path)
     assert {row["epoch"] for row in training} == {1}

@@ -59,24 +59,20 @@ def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(
         begin(lives)
 
 
-def test_the_refusal_names_the_first_error_and_the_samples_and_a_step_or_an_end_of_its_own_is_none():
-    with refusal(r"the first error: mine\nits samples: \d", code=5):
-        begin([TRAINED] * 3)
+def test_a_life_that_begins_elsewhere_is_not_refused_and_one_that_evaluates_has_no_samples():
+    begin([(7,)] * 3, step=8)
+    begin([(7,)] * 3, finished=True)
     for due in ({"position": 9}, {"finished": True, "evaluation_due": True}):
         with refusal("none, it is an evaluation", code=5):
             begin([(7,)] * 3, **due)
-    begin([(7,)] * 3, step=8)
-    begin([(7,)] * 3, finished=True)
 
 
 @pytest.mark.parametrize(
     "opened, restart, cleaned, ends",
     [
-        (None, 2, 0, False),
         (None, 3, 0, True),
         (1, 4, 0, False),
         (1, 5, 0, True),
-        (9, 11, 0, False),
         (None, 5, 2, True),
         (None, 5, 3, False),
     ],

@@ -45,21 +45,6 @@ def move_for(seconds, state):
         time.sleep(0.05)
 
 
-def stand_still(world):
-    state, stop, reports = watched(world, 1)
-    move_for(2, state)
-    assert not reports
-    until(lambda: reports, "the report")
-    stop()
-    return reports
-
-
-def test_a_rank_that_does_not_move_is_told_with_its_stack_and_one_that_moves_is_not(capfd):
-    ((report,),) = fork_ranks(1, stand_still)
-    assert report.startswith("no progress for 1 s at step 3; rank 0: step 3, ")
-    assert "stand_still" in capfd.readouterr().err
-
-
 def has_no_room_for_a_thread(world):
     """The seconds that faulthandler was asked for, though it never had a thread."""
     armed = []
