@@ -22,7 +22,6 @@ import pytest
 import silent  # noqa: F401  (its rows)
 import torch
 import torch.nn.functional as F
-from jobs import weights
 from program import (
     SLICES,
     TESTED,
@@ -33,7 +32,6 @@ from program import (
     check_numbers,
     check_refusal,
     loop,
-    order,
     replicas,
     script,
     stages,
@@ -779,25 +777,6 @@ def check(program, door, tmp_path):
             check_numbers(program, door, tmp_path)
     except (Wrong, UserError) as wrong:
         raise pytest.fail.Exception(str(wrong), pytrace=False) from None
-
-
-@pytest.mark.parametrize("flags", [{}, {"virtual_ranks": 4}], ids=["replica", "slices"])
-def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(flags, tmp_path, run):
-    class Unreadable(Program):
-        class samples(Samples):
-            def __getitem__(self, i):
-                if len(self) > TESTED and i in order(0)[0]:
-                    raise ValueError("unreadable")
-                return super().__getitem__(i)
-
-        def net(self):
-            return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-    program = Unreadable()
-    program.flags = flags | {"bad_samples": "skip", "max_steps": 1}
-    trained(program, loop, tmp_path, ((1, 0),))
-    found = weights(run)
-    assert not found["0.running_mean"].any() and not found["0.num_batches_tracked"]
 
 
 def test_a_schedule_whose_end_moves_or_does_not_come_is_said(tmp_path):
