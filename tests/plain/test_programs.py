@@ -224,23 +224,11 @@ class SparseAdam(SparseSgd):
 
 
 # ---- losses -----------------------------------------------------------------------------------------
-class Diffusion(Program):
-    """The loss draws time and noise."""
+class OtherDraws(Program):
+    """Draws of random and numpy."""
 
     draws = True
     flags = SLICES
-    outputs = 6
-
-    def loss(self, net, batch):
-        x, _ = batch
-        noise = torch.randn_like(x)
-        error = net(x + torch.rand_like(x[:, :1]) * noise) - noise
-        return {"loss": (error.square().sum(), len(x))}
-
-
-class OtherDraws(Diffusion):
-    """Draws of random and numpy."""
-
     doors = "script stages"
 
     def net(self):
@@ -248,8 +236,6 @@ class OtherDraws(Diffusion):
             return net.inner(x) * random.random() + numpy.random.rand()
 
         return nn.Sequential(Part(forward, inner=nn.Linear(6, 8)), Part(forward, inner=nn.Linear(8, 3)))
-
-    loss = Program.loss
 
 
 class Arcface(Program):
@@ -269,14 +255,17 @@ class Arcface(Program):
 
 
 class Slope(Program):
-    """A gradient of a gradient, in the evaluation too; and two forwards."""
+    """A gradient of a gradient, in the evaluation too; and a part of the net is called by itself."""
+
+    def net(self):
+        return Part(lambda net, x: net.head(x), head=nn.Linear(6, 3))
 
     @torch.enable_grad()
     def loss(self, net, batch):
         x, y = batch
         loss, count = self.scores(net(x.requires_grad_()), y)["loss"]
         slope = torch.autograd.grad(loss, x, create_graph=True)[0]
-        return {"loss": (loss + slope.square().sum() + net(x.flip(1)).square().sum(), count)}
+        return {"loss": (loss + slope.square().sum() + net.head(x.flip(1)).square().sum(), count)}
 
 
 class Boxes(Program):
@@ -344,19 +333,6 @@ class Autoencoder(Program):
 
     def loss(self, net, batch):
         return {"loss": (F.mse_loss(net(batch), batch, reduction="sum"), len(batch))}
-
-
-class Parts(Program):
-    """A part of the net is called by itself, too."""
-
-    doors = "script"
-
-    def net(self):
-        return Part(lambda net, x: net.head(x), head=nn.Linear(6, 3))
-
-    def loss(self, net, batch):
-        x, y = batch
-        return self.scores(net(x) + net.head(x.flip(1)), y)
 
 
 class LabelColumn(Program):

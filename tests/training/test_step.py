@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from program import Part
 from ranks import fork_ranks
 from refusals import refusal
 from samples import ALONE, CPU, Samples, Steps, share_of
@@ -190,29 +191,21 @@ def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(worl
     assert all(n <= (micro or size) for seen in found for n in seen)
 
 
-class Turning(nn.Module):
-    """Rotates by a complex buffer, as language models do, and counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-        self.register_buffer("turn", torch.polar(torch.ones(3), torch.arange(3.0)).to(torch.complex128))
-        self.register_buffer("seen", torch.tensor(2**24))
-
-    def forward(self, x):
-        self.seen += 1
-        return torch.view_as_real(self.layer(x.float()) * self.turn).sum(-1)
+def turned(net, x):
+    """Rotated by a complex buffer, as language models do; and counted."""
+    net.seen += 1
+    return torch.view_as_real(net.layer(x.float()) * net.turn).sum(-1)
 
 
 @pytest.mark.parametrize("slices", [0, 4])
 def test_a_complex_buffer_stays_what_it_is_and_a_large_counter_counts(slices):
     def step(world):
-        net = Turning()
-        before = net.turn.clone()
+        turn = torch.polar(torch.ones(3), torch.arange(3.0)).to(torch.complex128)
+        net = Part(turned, layer=nn.Linear(6, 3), turn=turn.clone(), seen=torch.tensor(2**24))
         steps = steps_of(net, world, virtual_ranks=slices)
         for size in (16, 1):  # then the first rank has no sample
             steps.step(batch_of(size, world.rank, world.size, steps.state.opts))
-        return torch.equal(net.turn, before), int(net.seen)
+        return torch.equal(net.turn, turn), int(net.seen)
 
     assert fork_ranks(2, step) == [(True, 2**24 + 2)] * 2
 
