@@ -22,7 +22,6 @@ import pytest
 import silent  # noqa: F401  (its rows)
 import torch
 import torch.nn.functional as F
-from jobs import weights
 from program import (
     SLICES,
     TESTED,
@@ -33,7 +32,6 @@ from program import (
     check_numbers,
     check_refusal,
     loop,
-    order,
     replicas,
     script,
     stages,
@@ -226,23 +224,11 @@ class SparseAdam(SparseSgd):
 
 
 # ---- losses -----------------------------------------------------------------------------------------
-class Diffusion(Program):
-    """The loss draws time and noise."""
+class OtherDraws(Program):
+    """Draws of random and numpy."""
 
     draws = True
     flags = SLICES
-    outputs = 6
-
-    def loss(self, net, batch):
-        x, _ = batch
-        noise = torch.randn_like(x)
-        error = net(x + torch.rand_like(x[:, :1]) * noise) - noise
-        return {"loss": (error.square().sum(), len(x))}
-
-
-class OtherDraws(Diffusion):
-    """Draws of random and numpy."""
-
     doors = "script stages"
 
     def net(self):
@@ -250,8 +236,6 @@ class OtherDraws(Diffusion):
             return net.inner(x) * random.random() + numpy.random.rand()
 
         return nn.Sequential(Part(forward, inner=nn.Linear(6, 8)), Part(forward, inner=nn.Linear(8, 3)))
-
-    loss = Program.loss
 
 
 class Arcface(Program):
@@ -271,14 +255,17 @@ class Arcface(Program):
 
 
 class Slope(Program):
-    """A gradient of a gradient, in the evaluation too; and two forwards."""
+    """A gradient of a gradient, in the evaluation too; and a part of the net is called by itself."""
+
+    def net(self):
+        return Part(lambda net, x: net.head(x), head=nn.Linear(6, 3))
 
     @torch.enable_grad()
     def loss(self, net, batch):
         x, y = batch
         loss, count = self.scores(net(x.requires_grad_()), y)["loss"]
         slope = torch.autograd.grad(loss, x, create_graph=True)[0]
-        return {"loss": (loss + slope.square().sum() + net(x.flip(1)).square().sum(), count)}
+        return {"loss": (loss + slope.square().sum() + net.head(x.flip(1)).square().sum(), count)}
 
 
 class Boxes(Program):
@@ -346,19 +333,6 @@ class Autoencoder(Program):
 
     def loss(self, net, batch):
         return {"loss": (F.mse_loss(net(batch), batch, reduction="sum"), len(batch))}
-
-
-class Parts(Program):
-    """A part of the net is called by itself, too."""
-
-    doors = "script"
-
-    def net(self):
-        return Part(lambda net, x: net.head(x), head=nn.Linear(6, 3))
-
-    def loss(self, net, batch):
-        x, y = batch
-        return self.scores(net(x) + net.head(x.flip(1)), y)
 
 
 class LabelColumn(Program):
@@ -779,25 +753,6 @@ def check(program, door, tmp_path):
             check_numbers(program, door, tmp_path)
     except (Wrong, UserError) as wrong:
         raise pytest.fail.Exception(str(wrong), pytrace=False) from None
-
-
-@pytest.mark.parametrize("flags", [{}, {"virtual_ranks": 4}], ids=["replica", "slices"])
-def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(flags, tmp_path, run):
-    class Unreadable(Program):
-        class samples(Samples):
-            def __getitem__(self, i):
-                if len(self) > TESTED and i in order(0)[0]:
-                    raise ValueError("unreadable")
-                return super().__getitem__(i)
-
-        def net(self):
-            return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-    program = Unreadable()
-    program.flags = flags | {"bad_samples": "skip", "max_steps": 1}
-    trained(program, loop, tmp_path, ((1, 0),))
-    found = weights(run)
-    assert not found["0.running_mean"].any() and not found["0.num_batches_tracked"]
 
 
 def test_a_schedule_whose_end_moves_or_does_not_come_is_said(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fakes import fake_gpu, fake_streams
 from jobs import ROOT
+from program import Part
 from ranks import fork_ranks
 from refusals import refusal
 from samples import ALONE, CPU, Samples, Steps, share_of
@@ -92,30 +93,25 @@ def test_a_cut_net_passes_on_all_that_another_device_needs(devices, flags):
     lives(partial(parted, len(devices)), devices, 3, flags | {"script": "mp"}, place=cut)
 
 
-class Placed(nn.Module):
-    """Over two GPUs by its author, with functions between its layers."""
+def placed(second=GPUS[1]):
+    """A net over two devices by its author, with functions between its layers."""
 
-    def __init__(self, second=GPUS[1]):
-        super().__init__()
-        self.one = nn.Linear(6, 6)
-        self.second = second
-        with torch.device(second):
-            self.two = nn.Linear(6, 3)
+    def forward(net, x):
+        return net.two(torch.relu(net.one(x)).to(second))
 
-    def forward(self, x):
-        return self.two(torch.relu(self.one(x)).to(self.second))
+    return Part(forward, one=nn.Linear(6, 6), two=nn.Linear(6, 3, device=second))
 
 
 @pytest.mark.parametrize("place", [on_device, replicate, cut])
 @pytest.mark.parametrize("flags", [*FLAGS, {"clip_grad_norm": 1.0}])
 def test_a_net_that_its_author_has_placed_trains_where_it_is_in_every_script(place, flags):
-    lives(Placed, GPUS, 7, flags, place=place)
+    lives(placed, GPUS, 7, flags, place=place)
 
 
 def test_a_net_with_functions_between_its_layers_is_not_cut_without_them():
     hooked = net_of(nn.Identity)
     hooked.register_forward_hook(lambda *_: None)
-    for net in (Placed(CPU), hooked):
+    for net in (placed(CPU), hooked):
         with refusal("train_mp.py cuts an nn.Sequential, .* is none"):
             cut(net, Options(script="mp"), replace(ALONE, devices=GPUS))
 
@@ -151,25 +147,18 @@ def test_so_many_forwards_are_in_flight_before_their_common_backward(flags, want
     assert fork_ranks(1, flights) == [wanted]
 
 
-class Draws(nn.Module):
-    """Notes the state of its device's generator, and draws."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x):
-        generator = torch.cuda.default_generators[x.device.index]
-        self.seen.append(generator.state)
-        generator.state += 1
-        return x
-
-
 def test_a_cut_net_draws_as_one_generator_would():
     def draws(world):
         seen = []
+
+        def draw(net, x):
+            generator = torch.cuda.default_generators[x.device.index]
+            seen.append(generator.state)
+            generator.state += 1
+            return x
+
         with fake_gpu(2) as made:
-            net = made(lambda: nn.Sequential(*[Draws(seen) for _ in range(3)]))
+            net = made(lambda: nn.Sequential(*[Part(draw) for _ in range(3)]))
             model = cut(net, Options(script="mp", balance="2,1"), replace(world, devices=GPUS))
             for _ in range(2):
                 model(torch.zeros(1, 6))

@@ -2,15 +2,12 @@ import threading
 
 import pytest
 import torch
-from fakes import fake_streams
 from ranks import fork_ranks
 from refusals import refusal
-from safetensors.torch import load_file
 from samples import ALONE, state_of
-from test_rescue import a_run, step
+from stores import a_life, at_step, options, resumes_at
 from torch import nn
 
-from common.checkpoint.folder import checkpoints
 from common.data.samples import TensorSamples
 from common.extras.tasks import OwnTask
 from common.options import Options
@@ -68,35 +65,14 @@ def test_a_judge_that_returns_nothing_for_one_block_is_told_so():
         evaluate(net, split_of(BLOCK + 1), state_of(net, Options()), ALONE, task)
 
 
-@pytest.mark.parametrize("between", ["evaluate", "update"])
-def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_become(run, between):
+def test_a_save_that_is_still_being_written_holds_the_weights_and_not_what_they_become(tmp_path):
     """--save-every falls on the last step of an epoch: its evaluation puts averages into the net at once."""
-
-    def live(world):
-        with fake_streams():
-            state, store = a_run(world, run, "--ema-decay=0.5")
-            state.devices = [torch.device("cuda")]
-            step(state)
-            step(state)
-            wanted = {n: t.clone() for n, t in state.net.state_dict().items()}
-            changed = threading.Event()
-            write = store.saver.write
-            store.saver.write = lambda *args: (changed.wait(20), write(*args))[1]
-            store.save()
-
-            def land(net, batch):
-                changed.set()
-                store.saver.wait()
-                return {"loss": (0.0, 1)}
-
-            if between == "evaluate":  # the net has the averages
-                evaluate(state.net, split_of(8, 4), state, world, OwnTask(land, []))
-            else:
-                step(state)
-                land(state.net, None)
-            store.close()
-        ((_, folder),) = checkpoints(run)
-        found = load_file(folder / "model.safetensors")
-        return [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])]
-
-    assert fork_ranks(1, live) == [[]]
+    changed = threading.Event()
+    with a_life(options(tmp_path)) as life:
+        write = life.store.saver.write
+        life.store.saver.write = lambda *args: (changed.wait(20), write(*args))[1]
+        at_step(life.state, 1)
+        life.store.save()
+        at_step(life.state, 2)
+        changed.set()
+    assert resumes_at(options(tmp_path), 1)

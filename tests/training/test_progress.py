@@ -34,17 +34,16 @@ def test_an_epoch_that_begins_again_makes_the_run_longer():
 
 
 def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restart_knows_it():
-    progress = make(samples=16, global_batch_size=8, epochs=9, patience=2, eval_every=1)
-    for epoch, accuracy in enumerate([0.5, 0.7, 0.6, 0.7]):
-        assert not progress.finished
-        train(progress, 2)
-        assert progress.evaluation_due and not progress.finished
+    flags = {"samples": 16, "global_batch_size": 8, "epochs": 9, "eval_every": 1}
+    progress = make(patience=2, **flags)
+    for accuracy in (0.5, 0.7, 0.6, 0.7):
+        assert not train(progress, 2).finished and progress.evaluation_due
         progress.evaluate({"val_acc": accuracy, "val_loss": 1.0}, "val_acc", 1, "val_loss")
-        assert progress.finished == (epoch == 3)
+        finished = progress.finished
         progress.end_epoch()
-    assert progress.best["step"] == 4 and progress.finished and not progress.evaluation_due
+    assert finished and progress.best["step"] == 4 and not progress.evaluation_due
     for patience, ended in ((2, True), (3, False), (0, False)):
-        again = make(samples=16, global_batch_size=8, epochs=9, patience=patience)
+        again = make(patience=patience, **flags)
         again.load(progress.facts())
         assert again.finished == ended
 

@@ -185,9 +185,9 @@ def test_the_learning_rate_is_a_function_of_the_step():
         return pytest.approx([learning_rate(step, Options(lr=1.0, **flags), 10) for step in steps])
 
     cosine = {"lr_schedule": "cosine", "warmup_epochs": 1.0, "epochs": 4}
-    assert rates(0, 4, 9, 10, 25, 40, **cosine) == [1 / 11, 5 / 11, 10 / 11, 1, 0.5, 0]
+    assert rates(0, 9, 10, 25, 40, **cosine) == [1 / 11, 10 / 11, 1, 0.5, 0]
     thirds = {"lr_schedule": "step", "epochs": 3}
-    assert rates(0, 9, 10, 20, 35, **thirds) == [1, 1, 0.1, 0.01, 0.01]
+    assert rates(9, 10, 20, 35, **thirds) == [1, 0.1, 0.01, 0.01]
     assert rates(30, **thirds, min_lr=0.25) == [0.25]
 
 
