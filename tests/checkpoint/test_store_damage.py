@@ -20,11 +20,11 @@ from stores import (
     load,
     load_into,
     options,
+    resumes_at,
     two_checkpoints,
 )
 
 from common.checkpoint import disk
-from common.checkpoint.folder import committed
 from common.checkpoint.reader import FACTS, digest_of, read_manifest
 from common.errors import UserError
 from common.extras.chosen import describe
@@ -39,9 +39,10 @@ def two_of(tmp_path):
     The two have one file of frozen weights: here each gets one of its own, as a copy of the folder has.
     """
     opts, root = two_checkpoints(tmp_path, net=Adapted())
-    shutil.copytree(root, tmp_path / "copy")
-    shutil.rmtree(root)
-    shutil.move(tmp_path / "copy", root)
+    older = root / "step-00000001/frozen.safetensors"
+    frozen = older.read_bytes()
+    older.unlink()
+    older.write_bytes(frozen)
     files = [(path, path.read_bytes()) for path in sorted((root / "step-00000002").iterdir())]
     assert len(files) == 5
     return root, images_for(opts, Adapted()), files, read_manifest(root / "step-00000002")["files"]
@@ -235,10 +236,7 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
     shutil.move(root / "step-00000002", tmp_path / "elsewhere")
     (root / "step-00000002").symlink_to(tmp_path / "elsewhere")
     (root / "step-00000009").write_text("a file")
-    (root / "step-00000003.tmp").mkdir()
-    assert [step for step, _ in committed(root)] == [9, 2, 1]
-    with a_life(opts) as life:
-        assert life.state.progress.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
+    assert resumes_at(opts, 1) and (tmp_path / "elsewhere" / "manifest.json").exists()
 
 
 def test_planted_links_are_never_written_through(tmp_path, run):

@@ -215,16 +215,6 @@ def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_we
     assert steps_of(opts) == [1]
 
 
-def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch):
-    opts = options(tmp_path)
-    real = os.pwrite
-    with a_life(opts) as life:
-        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, bytes(data[:7]), at))
-        save(life, 3)
-        monkeypatch.undo()
-    assert resumes_at(opts, 3)
-
-
 def test_later_facts_of_a_step_get_a_name_of_their_own(tmp_path):
     """On any file system, also one that cannot swap two names."""
     opts, root = two_checkpoints(tmp_path, steps=(1,))

@@ -1,9 +1,7 @@
 """What a run has lost is told, before more is lost: old backups, disks that flip bits, files others share."""
 
-import errno
 import os
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +12,6 @@ from stores import (
     end,
     is_at,
     options,
-    resumes_at,
     save,
     started,
     steps_of,
@@ -78,25 +75,6 @@ def test_a_disk_that_flips_bits_costs_no_older_checkpoint_and_ends_the_run_with_
         before = life.store.writer.moved
         life.store.writer.read_back(2, root / "step-00000002")
         assert life.store.writer.moved > before, "others see that no rank hangs"
-
-
-def test_checkpoints_may_be_a_link_to_another_disk(tmp_path, monkeypatch):
-    opts = options(tmp_path)
-    root = opts.run_dir / "checkpoints"
-    real = os.rename
-    opts.run_dir.mkdir()
-    (tmp_path / "other disk").mkdir()
-    root.symlink_to(tmp_path / "other disk")
-
-    def rename(source, target):
-        if (root in Path(source).parents) != (root in Path(target).parents):
-            raise OSError(errno.EXDEV, "Invalid cross-device link", str(source))
-        real(source, target)
-
-    monkeypatch.setattr(os, "rename", rename)
-    with a_life(opts) as life:
-        save(life, 1)
-    assert resumes_at(opts, 1) and not [*opts.run_dir.glob(".new-*")]
 
 
 def test_resuming_does_not_change_a_backup_of_links(tmp_path):
