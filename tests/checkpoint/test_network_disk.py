@@ -3,7 +3,6 @@
 import os
 import time
 
-import pytest
 from jobs import CLEAN, PACED, audit, events, wait_for
 from jobs import lives as lives_of
 from netfs import served
@@ -12,17 +11,6 @@ from stores import announced_rescue, options, resumes_at, started, steps_of, wri
 
 from common import place
 from common.checkpoint import fence
-
-
-def becomes(machine):
-    """What this process does from now on, it does on that machine."""
-    place._this_boot = lambda: f"machine {machine}"
-
-
-@pytest.fixture(autouse=True)
-def patched(monkeypatch):
-    monkeypatch.setattr(place, "_this_boot", place._this_boot)
-    monkeypatch.setattr(fence, "LEASE_SECONDS", 2.5)
 
 
 def test_a_training_with_a_kill_on_a_slow_disk_ends_like_any_other(jobs, tmp_path):
@@ -40,13 +28,13 @@ def test_a_training_with_a_kill_on_a_slow_disk_ends_like_any_other(jobs, tmp_pat
 
 
 def test_the_nodes_of_a_job_find_a_new_folder_to_be_one_and_any_of_them_saves_what_the_owner_would_have(
-    tmp_path,
+    tmp_path, monkeypatch
 ):
     """Each has just looked for the folder, and its machine remembers that there was none."""
     with served(tmp_path, machines=2, late=2) as fs:  # seconds; NFS: up to 60
 
         def live(world):
-            becomes(world.rank)
+            place._this_boot = lambda: f"machine {world.rank}"
             opts = options(fs.mounts[world.rank])
             assert not os.path.exists(opts.run_dir / "checkpoints")
             world.barrier()
@@ -62,6 +50,7 @@ def test_the_nodes_of_a_job_find_a_new_folder_to_be_one_and_any_of_them_saves_wh
             return written
 
         assert fork_ranks(2, live, node_size=1, may_die=[0]) == [1, "step 4 saved by rank 1"]
-        becomes(2)
+        monkeypatch.setattr(place, "_this_boot", lambda: "another machine")
+        monkeypatch.setattr(fence, "LEASE_SECONDS", 2.5)
         opts = options(fs.mounts[0])
         assert resumes_at(opts, 4) and steps_of(opts) == [4, 3]

@@ -134,8 +134,7 @@ def flipped(tensor, *bits):
 
 
 def test_every_flipped_bit_and_every_swap_between_tensors_changes_the_sum():
-    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    tensors = [torch.randn(3, 5).bfloat16(), torch.ones(15).bool(), torch.zeros(0), image, torch.tensor(3)]
+    tensors = [torch.randn(3, 5).bfloat16(), torch.ones(15).bool(), torch.zeros(0), torch.tensor(3)]
     whole = fingerprint_of(tensors)
     for i, tensor in enumerate(tensors):
         for bit in range(tensor.nbytes * 8):
@@ -143,6 +142,9 @@ def test_every_flipped_bit_and_every_swap_between_tensors_changes_the_sum():
             assert fingerprint_of(changed) != whole, (i, bit)
     assert fingerprint_of([tensors[1], tensors[0], *tensors[2:]]) != whole
     assert torch.tensor([whole]).item() == whole
+    image = torch.randn(2, 3, 4, 5)[:, :, 1:]
+    for same in (image.clone(), image.to(memory_format=torch.channels_last)):
+        assert fingerprint_of([image]) == fingerprint_of([same]), "wherever and however it lies"
 
 
 def exchanged(words, i, j):
@@ -163,12 +165,3 @@ def test_every_exchange_and_every_two_flipped_bits_change_the_sum_also_of_severa
     for i, j in ((0, 1), (BLOCK_WORDS - 1, BLOCK_WORDS), (5, BLOCK_WORDS + 5)):
         turned = flipped(signs, 64 * i + 63, 64 * j + 63)
         assert fingerprint_of([turned]) != fingerprint_of([signs]), (i, j)
-
-
-def test_the_sum_does_not_depend_on_where_or_how_a_tensor_lies():
-    whole = torch.randn(101)
-    for start in range(4):
-        part = whole[start : start + 64]
-        assert fingerprint_of([part]) == fingerprint_of([part.clone()])
-    image = torch.randn(2, 3, 4, 5)
-    assert fingerprint_of([image]) == fingerprint_of([image.to(memory_format=torch.channels_last)])

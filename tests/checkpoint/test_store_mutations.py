@@ -12,11 +12,10 @@ import textwrap
 
 import pytest
 from ranks import fork_ranks
-from test_store_frozen import by_numpy
 
 CRASH = "crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole"
 BITS = "damage", "every_single_bit_of_every_file_falls_back_when_it_flips", 4
-FROZEN = "frozen", "a_weight_that_moves_though_it_does_not_train_is_written", by_numpy
+FROZEN = "frozen", "a_weight_that_moves_though_it_does_not_train_is_written"
 FSYNC = "faults", "a_failed_fsync_is_never_retried_on_the_same_file"
 RETRIED = "faults", "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"
 READS = "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted"
@@ -86,12 +85,6 @@ MUTANTS = {
         "except (Damaged, OSError) as error:",
         ("faults", READS, "EIO"),
     ),
-    "when all are damaged, it starts afresh": (
-        "store.load:load_newest",
-        "Loaded(steps=[*steps.values()])",
-        "Loaded()",
-        ("", "when_all_are_damaged_nothing_starts_afresh_by_itself"),
-    ),
     "received bytes are not compared": (
         "extras.relay:relay",
         "sha(data) == stated",
@@ -118,18 +111,6 @@ MUTANTS = {
         "self.saved = None",
         "pass",
         RETRIED,
-    ),
-    "half a step is rescued": (
-        "store.saver:Saver.rescue",
-        "raise state.invalid",
-        "pass",
-        ("", "a_state_cut_in_two_is_never_saved"),
-    ),
-    "the best one is pruned": (
-        "checkpoint.writer:Writer.prune",
-        'best_of(choices).get("step")',
-        "0",
-        ("", "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     ),
     "what diverged stays": (
         "store.store:CheckpointStore.roll_back",

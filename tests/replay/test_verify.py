@@ -195,7 +195,6 @@ def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(j
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--at=3"], "--fork needs --at"),
         (["--fork=x", "--at=3"], "--fork needs --at"),
         (["--fork=nowhere", "--at=3", "--run-dir=new"], "name the folder of a run"),
         (["--fork=damaged", "--at=3", "--run-dir=new"], "options.json is damaged"),
