@@ -84,7 +84,7 @@ def test_the_table_of_a_campaign_says_which_one_it_was_what_struck_and_what_was_
     ],
 )
 def test_a_machine_that_falls_silent_or_is_wrong_costs_seconds_and_no_step(jobs, tmp_path, fault):
-    machines.strike(jobs, tmp_path / "box", fault, count=2, short=True)
+    machines.strike(jobs, tmp_path / "box", fault, count=2)
 
 
 @pytest.mark.parametrize(
