@@ -2,9 +2,8 @@
 
     torchrun --nproc_per_node=2 tests/bench/compiled.py [STEPS]
 
-Three arms take turns: the net as it is, compiled as --compile does it, and compiled inside DDP's own forward,
-where torch cuts the graph at DDP's buckets. The second figure: the first bucket leaves at this part of the
-way from the begin of the backward to the last one.
+The net as it is and compiled as --compile does it take turns. The second figure: the first bucket leaves at
+this part of the way from the begin of the backward to the last one.
 """
 
 import os
@@ -30,15 +29,12 @@ TOKENS = (2, 64)  # of a process: sequences, length
 class Arm:
     """A net and its engine."""
 
-    def __init__(self, compiles=True, inside=False):
+    def __init__(self, compiles):
         torch.manual_seed(0)
         net = build_gpt(Facts("drawn", 256, TOKENS[1:], vocab=256), "2x4x256")
-        self.engine = DistributedDataParallel(net if inside else Weights(net), bucket_cap_mb=1)
+        self.engine = DistributedDataParallel(Weights(net), bucket_cap_mb=1)
         self.engine.register_comm_hook(None, self.leave)
-        self.inside = inside
-        self.net = self.engine if inside else net
-        if compiles:
-            self.net = torch.compile(self.net)
+        self.net = torch.compile(net) if compiles else net
         self.firsts = []
 
     def leave(self, _, bucket):
@@ -51,8 +47,7 @@ class Arm:
         dist.barrier()
         began = time.perf_counter()
         loss = nn.functional.cross_entropy(self.net(x).flatten(0, 1), x.flatten())
-        if not self.inside:
-            self.engine()
+        self.engine()
         backward = time.perf_counter()
         loss.backward()
         seconds = time.perf_counter() - began
@@ -64,7 +59,7 @@ class Arm:
 def main(count=20):
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    arms = {"as it is": Arm(compiles=False), "--compile": Arm(), "inside DDP": Arm(inside=True)}
+    arms = {"as it is": Arm(compiles=False), "--compile": Arm(compiles=True)}
     for arm in arms.values():
         for _ in range(2):  # torch compiles, DDP finds its buckets
             arm.step()

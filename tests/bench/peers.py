@@ -81,14 +81,8 @@ def ours(run):
 
     notes = Notes(run)
     net, optimizer = build()
-    with Elastic(
-        net=net,
-        optimizer=optimizer,
-        dataset=samples(),
-        run_dir=run / "run",
-        batch_size=2 * BATCH,
-        virtual_ranks=6,
-    ) as training:
+    how = {"run_dir": run / "run", "batch_size": 2 * BATCH, "virtual_ranks": 6}
+    with Elastic(net=net, optimizer=optimizer, dataset=samples(), **how) as training:
         for batch in training:
             notes.began(training.progress.step + 1, batch.y)
             training.step(criterion(training.model(batch.x), batch.y))
@@ -290,76 +284,59 @@ def bits(run):
     return {path.read_text() for path in run.glob("bits-*")}
 
 
-class Training:
-    """What is started for one way; torchft has an agent a group, which meet at a lighthouse."""
-
-    def __init__(self, jobs, way, groups):
-        self.jobs = jobs
-        self.way = way
-        self.run = Path(tempfile.mkdtemp(dir=jobs.folder))
-        self.agents = []
-        if way == "torchft":
-            place = f"localhost:{free_port()}"
-            program = shutil.which("torchft_lighthouse")
-            flags = "--min_replicas=1", "--quorum_tick_ms=100", "--join_timeout_ms=10000", "--bind", place
-            self.lighthouse = jobs.start(program, *flags, cold=True)
-            self.env = {"TORCHFT_LIGHTHOUSE": f"http://{place}", "NUM_REPLICA_GROUPS": str(groups)}
-        else:  # with one store for all restarts a process may find the address of a dead one
-            self.env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-    def start(self, size, **env):
-        launcher = [ROOT / self.way] if self.way.startswith("launch") else ["torchrun", "--standalone"]
-        words = (
-            f"--nproc_per_node={size}",
-            "--max_restarts=3",
-            __file__,
-            "--train",
-            self.way,
-            "--into",
-            self.run,
-        )
-        self.agents.append(self.jobs.start(*launcher, *words, cold=True, **self.env, **env))
-
-    def join(self):
-        self.start(1, REPLICA_GROUP_ID=str(len(self.agents)))
-
-    def reach(self, step):
-        until(
-            lambda: last_step(self.run) >= step or any(agent.poll() for agent in self.agents),
-            f"{self.way} at step {step}",
-        )
-
-    def end(self):
-        for agent in self.agents:
-            agent.ends_with(0)
-        if self.way == "torchft":
-            self.lighthouse.kill()
-        return self.run
-
-
 def turn(jobs, way, event, rng):
-    """Seconds from the event to two new steps, and the folder of a training of its own."""
+    """Seconds from the event to two new steps, and the folder of a training of its own.
+
+    torchft has an agent a group, which meet at a lighthouse.
+    """
+    run = Path(tempfile.mkdtemp(dir=jobs.folder))
+    agents = []
     by_groups = way == "torchft"
-    training = Training(jobs, way, groups=3 if event == "resize" else 2)
     if by_groups:
-        training.join()
-        training.join()
+        place = f"localhost:{free_port()}"
+        flags = "--min_replicas=1", "--quorum_tick_ms=100", "--join_timeout_ms=10000", "--bind", place
+        lighthouse = jobs.start(shutil.which("torchft_lighthouse"), *flags, cold=True)
+        groups = "3" if event == "resize" else "2"
+        env = {"TORCHFT_LIGHTHOUSE": f"http://{place}", "NUM_REPLICA_GROUPS": groups}
+    else:  # with one store for all restarts a process may find the address of a dead one
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    def start(size, **more):
+        launcher = [ROOT / way] if way.startswith("launch") else ["torchrun", "--standalone"]
+        words = (f"--nproc_per_node={size}", "--max_restarts=3", __file__, "--train", way, "--into", run)
+        agents.append(jobs.start(*launcher, *words, cold=True, **env, **more))
+
+    def join():
+        start(1, REPLICA_GROUP_ID=str(len(agents)))
+
+    def reach(step):
+        until(
+            lambda: last_step(run) >= step or any(agent.poll() for agent in agents), f"{way} at step {step}"
+        )
+
+    if by_groups:
+        join()
+        join()
     else:
-        training.start(2)
-    training.reach(rng.choice(KILLS))
-    pids = sorted(int(path.name.split("-")[1]) for path in training.run.glob("notes-*"))
+        start(2)
+    reach(rng.choice(KILLS))
     began = time.time()
     if event == "kill":
-        jobs.kill(rng.choice(pids))
+        jobs.kill(rng.choice(sorted(int(path.name.split("-")[1]) for path in run.glob("notes-*"))))
     elif event == "resize" and by_groups:
-        training.join()
+        join()
     elif event == "resize":
-        agent = training.agents.pop()
+        agent = agents.pop()
         agent.kill(signal.SIGTERM)
         agent.wait()
-        training.start(3, START="1")
-    training.reach(last_step(training.run) + 2)  # the next one may have been under way
-    return time.time() - began, training.end()
+        start(3, START="1")
+    reach(last_step(run) + 2)  # the next one may have been under way
+    seconds = time.time() - began
+    for agent in agents:
+        agent.ends_with(0)
+    if by_groups:
+        lighthouse.kill()
+    return seconds, run
 
 
 def main():

@@ -67,24 +67,3 @@ def named_too_early():
         return self.root / folder_name(step, free_number(self.root, step))
 
     Writer._aside = aside
-
-
-def half_a_step():
-    """The counter moves before the weights do."""
-    from common.training import TrainState
-
-    real = TrainState.update
-
-    def update(self, size):
-        self.progress.step += 1
-        self.progress.position += size
-        step = self.optimizer.step
-        self.optimizer.step = lambda *args, **kwargs: None
-        try:
-            real(self, size)
-        finally:
-            self.optimizer.step = step
-            self.progress.step -= 1
-            self.progress.position -= size
-
-    TrainState.update = update

@@ -5,7 +5,6 @@ training must go on, or end as asked; then no sample may be missed, and no step 
 """
 
 import ctypes
-import importlib
 import os
 import runpy
 import shutil
@@ -28,10 +27,10 @@ class Fault(NamedTuple):
     then: str  # what must come true
     seconds: int  # within which
     heal: str = ""  # afterwards; then all train again
-    env: dict[str, str] = {}
+    env: dict = {}
 
 
-LARGE = {"STATE_MB": "500"}
+LARGE = {"STATE_MB": "500"}  # there is time to strike in a save
 FAULTS = {
     "agent killed": Fault("kill 2", "all_train", 30),
     "cable cut": Fault("cut 2", "one_less_trains", 60, "plug 2"),
@@ -51,11 +50,6 @@ FAULTS = {
     "SIGTERM in a save": Fault("ask_for_a_save, ask_in_the_save", "all_have_left", 60, "", LARGE),
     "wrong flags": Fault("add new --seed=7", "new_is_refused", 30, "forget new"),
     "no device": Fault("add new --device=cuda", "new_is_refused", 30, "forget new"),
-}
-SHORT_SECONDS = 30  # the longest bound of the tests, whose limits are shorter
-SHORT = {  # {module: its limits in seconds}
-    "common.world.rendezvous": {"SILENT_SECONDS": 4},
-    "common.checkpoint.fence": {"NODE_BEAT_SECONDS": 0.5, "NODE_STILL_SECONDS": 3},
 }
 NUMBERS = {"store": 8, "new": 7}  # last bytes of addresses; others have their name
 HUB = "ip link add name br0 type bridge ageing_time 0 && ip link set br0 up && echo && exec cat"
@@ -100,8 +94,6 @@ def become(number, port, hub, *words):
     kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     kernel.mount(b"proc", b"/proc", b"proc", 0, None)
     sys.path[:1] = [str(Path(words[0]).parents[1])]
-    for module, limits in SHORT.items() if "SHORT" in os.environ else ():
-        vars(importlib.import_module(module)).update(limits)
     sys.argv = [*words]
     runpy.run_path(words[0], run_name="__main__")
 
@@ -126,7 +118,8 @@ class Box:
         self.hub.communicate()
 
     def act(self, text):
-        for name, *words in map(str.split, text.split(", ") if text else ()):
+        for act in filter(None, text.split(", ")):
+            name, *words = act.split()
             getattr(self, name)(*words)
 
     # ---- what is there ----
@@ -142,9 +135,8 @@ class Box:
     def add(self, name, *flags):
         agent = "--nnodes=1:8 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_id=job --rdzv_conf=is_host=0"
         agent = [ROOT / "launch/torchrun.py", *agent.split(), "--rdzv_endpoint=10.213.0.8:29400"]
-        hang = "--hang-timeout=60" if "SHORT" in self.env else "--hang-timeout=600"
-        words = [*agent, ROOT / "train_ddp.py", *PACED, "--epochs=9999", hang, "--run-dir", self.run, *flags]
-        self.start(name, *words)
+        words = [*agent, ROOT / "train_ddp.py", *PACED, "--epochs=9999", "--hang-timeout=600"]
+        self.start(name, *words, "--run-dir", self.run, *flags)
 
     def forget(self, name):
         del self.machines[name]
@@ -221,12 +213,11 @@ class Box:
         return all(machine.poll() is not None for machine in self.training)
 
 
-def strike(jobs, folder, name, count, short=False):
+def strike(jobs, folder, name, count):
     """(seconds until all was well, steps lost) of one fault; AssertionError if it was not, or too late."""
     fault = FAULTS[name]
-    bound = min(fault.seconds, SHORT_SECONDS) if short else fault.seconds
     folder.mkdir()
-    box = Box(jobs, folder / "run", {"PACE": "0.05"} | fault.env | ({"SHORT": "1"} if short else {}))
+    box = Box(jobs, folder / "run", {"PACE": "0.05"} | fault.env)
     try:
         box.open_store()
         for machine in range(1, count + 1):
@@ -235,12 +226,12 @@ def strike(jobs, folder, name, count, short=False):
         box.struck = reached(box.run)
         box.act(fault.acts)
         began = time.monotonic()
-        until(getattr(box, fault.then), f"{fault.then} after {fault.acts}", bound)
+        until(getattr(box, fault.then), f"{fault.then} after {fault.acts}", fault.seconds)
         seconds = time.monotonic() - began
         box.act(fault.heal)
         if fault.then != "all_have_left":
             box.struck = reached(box.run)
-            until(box.all_train, f"all_train after {fault.heal}", bound)
+            until(box.all_train, f"all_train after {fault.heal}", fault.seconds)
             box.ask()
             until(box.all_have_left, "the end", 60)
         codes = {machine.poll() for machine in box.training}

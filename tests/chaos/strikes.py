@@ -68,14 +68,10 @@ class Strikes:
     def _pair(self, event):
         """A second one dies of the first one's consequences."""
         count = len(self.journaled())
-        before = len(lives(self.run))
         path = self.arm(event)
         landed = self._worker(event._replace(signal="KILL"))[0]
-
-        def gone_on():
-            return len(lives(self.run)) > before and self.step() > lives(self.run)[-1]["step"] + 2
-
-        self.until(lambda: self.over() or not path.exists() or gone_on(), "a process at the point")
+        limit = self.step() + 12  # of steps that the next life makes
+        self.until(lambda: self.over() or not path.exists() or self.step() > limit, "a process at the point")
         self.tally["second deaths"] += self.landed(path, count)
         return landed, landed
 

@@ -40,15 +40,6 @@ def stuck_stream(*flags):
     train_ddp.main(parse_options("", list(flags), script="ddp"))
 
 
-def little_memory(*flags):
-    """A training that may use one gigabyte of the GPU: the net needs more, the machine has room for it."""
-    import train_ddp
-
-    memory = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(2**30 / memory, 0)
-    train_ddp.main(parse_options("", list(flags), script="ddp"))
-
-
 def late_copy(device="cuda:0"):
     """A save that is still copied when an evaluation puts the averages into the net: it has the weights."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))

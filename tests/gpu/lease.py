@@ -83,6 +83,7 @@ class Lease:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.end = time.monotonic() + seconds
         self.done = []  # a dict for each part
+        self.summary = []  # lines
         self.texts = self.folder / "figures.txt"
         self.texts.write_text("")
 
@@ -108,17 +109,14 @@ class Lease:
             found = [match for match in map(re.compile(part.figure).match, text.splitlines()) if match]
             if outcome == "passed" and not found:
                 outcome = "failed, no figure"
-        done = {
-            "part": part.name,
-            "outcome": outcome,
-            "seconds": round(time.monotonic() - began, 1),
-            "figures": [match.groupdict(default="") for match in found],
-            "lines": [match.string for match in found],
-            "tail": text.splitlines()[-TAIL:] if outcome.startswith(("late", "failed")) else [],
-        }
-        self.done.append(done)
+        line = f"{part.name:10} {outcome}, {time.monotonic() - began:.1f} s"
+        tail = text.splitlines()[-TAIL:] if outcome.startswith(("late", "failed")) else []
+        self.summary += [line, *(f"    {match.string[:150]}" for match in found)]
+        self.summary += [f"  > {line[:150]}" for line in tail]
+        figures = [match.groupdict(default="") for match in found]
+        self.done.append({"part": part.name, "outcome": outcome, "figures": figures})
         self._write()
-        print(f"{part.name:10} {outcome}, {done['seconds']} s", flush=True)
+        print(line, flush=True)
 
     def _start(self, part, most, folder):
         """(outcome, all that it printed); no process of it lives on."""
@@ -151,12 +149,8 @@ class Lease:
     def _write(self):
         told = {name: self.facts.get(name, "?") for name in SHOWN}
         (self.folder / "figures.json").write_text(json.dumps(told | {"parts": self.done}, indent=1) + "\n")
-        lines = [" | ".join(f"{name} {value}" for name, value in told.items())]
-        for done in self.done:
-            lines.append(f"{done['part']:10} {done['outcome']}, {done['seconds']} s")
-            lines += (f"    {line[:150]}" for line in done["lines"])
-            lines += (f"  > {line[:150]}" for line in done["tail"])
-        (self.folder / "summary.txt").write_text("\n".join(lines) + "\n")
+        first = " | ".join(f"{name} {value}" for name, value in told.items())
+        (self.folder / "summary.txt").write_text("\n".join([first, *self.summary]) + "\n")
 
 
 def end_all_with(token):

