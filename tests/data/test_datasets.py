@@ -4,7 +4,7 @@ import math
 import os
 import tracemalloc
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def test_one_rank_at_a_time_downloads_what_is_not_there_and_a_failed_download_is
     datasets = pytest.importorskip("torchvision.datasets")
     with refusal("--download"):
         load("mnist", tmp_path)
-    monkeypatch.setattr(datasets, "MNIST", Mock(side_effect=TypeError))
+    monkeypatch.setattr(datasets, "MNIST", mock.Mock(side_effect=TypeError))
     with refusal("TypeError"):
         load("mnist", tmp_path, download=True)
 
@@ -213,9 +213,8 @@ def test_a_changed_token_or_length_changes_the_fingerprint_and_another_folder_do
 def test_a_text_is_its_bytes_of_which_the_last_tenth_is_the_test_set(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(200)))
     data = load("text:8", tmp_path / "text")
-    for split, places in ((data.train, range(180)), (data.test, range(180, 196))):
-        assert split.fetch(range(len(split)))[0].unique().tolist() == [*places]
-    assert (data.classes, data.vocab, *data.sample_shape) == (256, 256, 8)
+    assert {*range(180)} == {*data.train.fetch(range(len(data.train)))[0].flatten().tolist()}
+    assert data.test.fetch([0, 1])[0].flatten().tolist() == [*range(180, 196)] and data.vocab == 256
 
 
 # ---- all kinds ----
@@ -247,11 +246,7 @@ def test_files_that_cannot_be_read_are_told_in_three_lines(files, name, spoil, s
 def test_what_is_opened_before_a_fork_is_the_same_data_and_is_not_opened_again(files, monkeypatch, name):
     opts = options(name, files / "text" if name == "text:16" else files, vocab_size=300)
     fresh = load_data(opts)
-    preload(opts)
-    try:
+    with mock.patch.dict(PRELOADED):
+        preload(opts)
         monkeypatch.setattr("common.data.loading.DATASETS", {})  # opened again, it would not be found
-        data = load_data(opts)
-    finally:
-        PRELOADED.clear()
-    assert data.fingerprint == fresh.fingerprint and len(data.train) == len(fresh.train)
-    assert all(map(torch.equal, data.train.fetch([0, 3], 1, True), fresh.train.fetch([0, 3], 1, True)))
+        assert load_data(opts).fingerprint == fresh.fingerprint

@@ -170,14 +170,6 @@ def test_a_flag_that_contradicts_the_run_is_refused_before_torch_is_imported(cap
     assert f"{opts.run_dir} is another run: {changed}" in refused(capsys, *flags, "--lr=0.5")
     done = run(*flags, "--lr=0.5")
     assert done.returncode == 2 and changed in done.stderr and "Traceback" not in done.stderr
-    path = opts.run_dir / "options.json"
-    data = path.read_bytes()
-    for spoil in (lambda: path.write_bytes(data[:-9]), lambda: None, lambda: os.mkfifo(path)):
-        path.unlink(missing_ok=True)
-        spoil()
-        assert parse(*flags).dataset == "imagefolder", "the store tells of it"
-    path.unlink()
-    path.write_bytes(data)
     shutil.rmtree(root)
     root.mkdir()
     assert parse(*flags).dataset == "imagefolder", "nothing is saved: it may change"
@@ -232,9 +224,8 @@ def test_what_torchrun_kubernetes_and_people_rightly_set_is_accepted(monkeypatch
 
 
 @pytest.mark.parametrize("flag", ["--stages=2", "--shard=2", "--recompute"])
-@pytest.mark.parametrize("script", ["ddp", "mp"])
-def test_flags_of_a_net_in_parts_are_refused_with_the_way_to_keep_its_weights(capsys, script, flag):
-    words = refused(capsys, flag, script=script)
+def test_flags_of_a_net_in_parts_are_refused_with_the_way_to_keep_its_weights(capsys, flag):
+    words = refused(capsys, flag, script="mp")
     assert "a process holds a whole net" in words and "--export FILE" in words and "--init-from" in words
 
 

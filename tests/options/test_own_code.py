@@ -101,15 +101,13 @@ def test_a_life_tells_the_commit_of_its_scripts_folder_or_none(tmp_path, monkeyp
 
 # ---- the same code ----------------------------------------------------------------------------------
 def write_code(folder, value=1):
-    """A model's file that imports a module and two packages, one without __init__.py, from its folder."""
-    for name in ("package", "bare"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    (folder / "package/__init__.py").write_text("from .deep import x\n")
+    """A model's file that imports a module and a package from its folder."""
+    (folder / "package").mkdir(parents=True, exist_ok=True)
+    (folder / "package/__init__.py").write_text("from .deep import x\nimport module\n")
     (folder / "package/deep.py").write_text(f"x = {value}\n")
-    (folder / "bare/part.py").write_text("import module\n")
     (folder / "module.py").write_text("import json\n")
     (folder / "unused.py").write_text("")
-    (folder / "net.py").write_text("import torch, package\nfrom bare.part import x\n")
+    (folder / "net.py").write_text("import torch, package\n")
     text_of.cache_clear()
     return f"{folder}/net.py:net"
 
@@ -123,7 +121,7 @@ def test_the_code_of_a_run_is_its_script_the_files_of_flags_and_what_they_import
     monkeypatch.setattr("sys.argv", [str(script)])
     opts = options(tmp_path, model=write_code(tmp_path / "code"), dataset="random")
     before = code_of(opts)
-    names = "my_loop.py", "helper.py", "net.py", "__init__.py", "deep.py", "part.py", "module.py"
+    names = "my_loop.py", "helper.py", "net.py", "__init__.py", "deep.py", "module.py"
     assert {*before} == {f"code of {name}" for name in names}
     (tmp_path / "code/net.py").write_text("")
     assert code_of(opts) == before, "as this process has read it: an edit under a running job changes nothing"
