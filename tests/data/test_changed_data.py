@@ -43,10 +43,10 @@ def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(
     with changed(tmp_path, said, samples, accepts=True) as life:
         progress = life.state.progress
         assert (progress.step, progress.epoch, progress.position) == (2, 0, 0)
-    assert len(said) == 2 and said[1].startswith("step 2 was saved at position 2 ")
-    assert f"again with {samples} samples" in said[1]
-    with changed(tmp_path, said, samples) as life:  # the checkpoint is the same
-        assert life.state.progress.position == 0 and said[2:] == said[1:2]
+    begins = said[1:]
+    assert begins[0].startswith("step 2 was saved at position 2 ") and f"with {samples} samples" in begins[0]
+    with changed(tmp_path, said, samples) as life:
+        assert said[2:] == begins, "the checkpoint is the same"
         life.state.progress.position = 4
         life.store.save()
     with changed(tmp_path, said, samples) as life:
@@ -62,7 +62,7 @@ def test_an_epoch_that_is_complete_stays_complete_whatever_the_data_becomes(tmp_
 
 
 @pytest.mark.parametrize(
-    "flags, samples, position", [({"lr": 0.5}, 640, 2), ({}, 641, 0), ({"seed": 1}, 640, 0)]
+    "flags, samples, position", [({"lr": 0.5}, 640, 2), ({"seed": 1}, 640, 0), ({}, 641, 0)]
 )
 def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(
     tmp_path, flags, samples, position

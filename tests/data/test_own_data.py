@@ -3,7 +3,6 @@
 import numpy
 import pytest
 import torch
-from jobs import ROOT
 from ranks import fork_ranks
 from refusals import refusal
 from test_datasets import load, options
@@ -161,13 +160,3 @@ def test_what_a_users_function_draws_is_the_same_on_every_rank_and_at_every_star
         return load_data(opts).fingerprint
 
     assert len({*fork_ranks(2, mark), *fork_ranks(1, mark)}) == 1
-
-
-def test_data_that_differs_between_ranks_is_refused_at_the_first_start_with_the_advice_to_seed_it(
-    jobs, tmp_path, run
-):
-    name = mine(tmp_path, DRAWN.format(draw="torch.tensor(np.random.default_rng().random((9, 6))).float()"))
-    flags = ["--model=mlp", f"--dataset={name}", f"--run-dir={run}"]
-    job = jobs.python("launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py", *flags)
-    assert job.wait() and "rank 0 has data" in job.output, job.output
-    assert "seed what is drawn" in job.output and "numpy.random.default_rng(0)" in job.output

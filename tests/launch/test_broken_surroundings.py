@@ -1,8 +1,6 @@
 """Each launcher does its work where its log's disk is full, and says in three lines what else is broken."""
 
 import os
-import signal
-import socket
 import sys
 
 import pytest
@@ -44,19 +42,6 @@ def test_a_notice_reaches_the_training_whatever_becomes_of_the_log(jobs, tmp_pat
     until(lambda: "trains" in job.output, "the training")
     (tmp_path / "leave").touch()
     job.ends_with(143)
-
-
-def test_a_store_whose_log_is_full_serves_until_it_is_asked_to_end(jobs):
-    place = ("127.0.0.1", free_port())
-    job = start(jobs, f"> /dev/full {FULL}", LAUNCH / "store.py", "{}:{}".format(*place))
-
-    def answers():
-        with socket.socket() as line:
-            return line.connect_ex(place) == 0
-
-    until(answers, "the store")
-    job.kill(signal.SIGTERM)
-    assert job.wait() in (0, -signal.SIGTERM)  # it may not yet have blocked the signal
 
 
 def test_the_launchers_time_for_a_save_is_what_the_flag_says(monkeypatch, tmp_path):

@@ -63,7 +63,6 @@ def run(tmp_path):
     [
         # (world, resumed, until, and of the broken ones: behind or dies_in)
         ([(4, 0, 15), (2, 15, 15)], {}),  # complete, again
-        ([(11, 0, 8)], {}),  # more ranks than samples
         ([(2, 0, 4, 0, 5), (2, 5, 9)], {}),  # a rescued step counts, though no rank lived to note its end
         ([(2, 0, 4, 0, 5), (2, 5, 5), (2, 3, 6)], {"lost": 2, "redone": 2}),
         ([(2, 0, 9, 1), (3, 6, 7), (3, 5, 12)], {"lost": 5, "redone": 5}),  # 7 8 9 and 6 7

@@ -57,7 +57,6 @@ def refused(capsys, *argv, **how):
         ("--amp bf8", "choose from"),
         ("--lr-schedule cosin", "did you mean cosine?"),
         ("--model resnet8", "did you mean resnet18?"),
-        ("--model vit", "did you mean vit_"),
         ("--model gtp:tiny", "'gtp:tiny' is unknown"),
         ("--dataset gone.py:f", "there is no file 'gone.py'"),
         ("--task own.py", "there is no function\n       write path/to/file.py:function"),
@@ -68,7 +67,6 @@ def refused(capsys, *argv, **how):
         ("--learning-rate 1", "did you mean --lr?"),
         ("--precision bf16", "did you mean --amp bf16?"),
         ("--gpus 2", "did you mean torchrun --nproc_per_node=N, "),
-        ("--nproc 2", "did you mean torchrun --nproc_per_node=N, "),
         ("--optimizer-args eps=len", "--optimizer-args 'eps=len': ValueError"),
         ("--optimizer own.py:f --optimizer-args eps=1", "let the function do it"),
         ("--no-decay-1d", "there is no decay"),
@@ -81,7 +79,6 @@ def refused(capsys, *argv, **how):
         ("--init-skip fc.", "nothing is taken over"),
         ("--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
         ("--resume nowhere", "'nowhere' is not there"),
-        ("--resume file", "'file' is not there"),
         ("--init-from nowhere.pt", "'nowhere.pt' is not there"),
         ("--run-dir file/run", "is not a folder"),
         ("--run-dir open", "anybody may write into 'open'\n       chmod o-w open"),
@@ -102,10 +99,8 @@ def test_a_flag_of_a_script_is_compared_with_others(capsys):
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_a_flag_of_one_dataset_is_refused_by_every_other(capsys, monkeypatch, dataset):
-    """Also one that somebody puts into the table tomorrow: no list beside the table has to know it."""
-    monkeypatch.setitem(DATASETS, "blobs", ("", ("label_smoothing",)))
-    values = {"download": [], "bad_samples": ["skip"], "label_smoothing": ["0.5"]}
+def test_a_flag_of_one_dataset_is_refused_by_every_other(capsys, dataset):
+    values = {"download": [], "bad_samples": ["skip"]}
     of_datasets = {flag for _, flags in DATASETS.values() for flag in flags}
     for flag in of_datasets.difference(Options(dataset=dataset).flags_of_dataset):
         said = refused(capsys, "--dataset", dataset, flag_of(flag), *values.get(flag, ["9"]))
@@ -175,14 +170,6 @@ def test_a_flag_that_contradicts_the_run_is_refused_before_torch_is_imported(cap
     assert f"{opts.run_dir} is another run: {changed}" in refused(capsys, *flags, "--lr=0.5")
     done = run(*flags, "--lr=0.5")
     assert done.returncode == 2 and changed in done.stderr and "Traceback" not in done.stderr
-    path = opts.run_dir / "options.json"
-    data = path.read_bytes()
-    for spoil in (lambda: path.write_bytes(data[:-9]), lambda: None, lambda: os.mkfifo(path)):
-        path.unlink(missing_ok=True)
-        spoil()
-        assert parse(*flags).dataset == "imagefolder", "the store tells of it"
-    path.unlink()
-    path.write_bytes(data)
     shutil.rmtree(root)
     root.mkdir()
     assert parse(*flags).dataset == "imagefolder", "nothing is saved: it may change"
@@ -237,9 +224,8 @@ def test_what_torchrun_kubernetes_and_people_rightly_set_is_accepted(monkeypatch
 
 
 @pytest.mark.parametrize("flag", ["--stages=2", "--shard=2", "--recompute"])
-@pytest.mark.parametrize("script", ["ddp", "mp"])
-def test_flags_of_a_net_in_parts_are_refused_with_the_way_to_keep_its_weights(capsys, script, flag):
-    words = refused(capsys, flag, script=script)
+def test_flags_of_a_net_in_parts_are_refused_with_the_way_to_keep_its_weights(capsys, flag):
+    words = refused(capsys, flag, script="mp")
     assert "a process holds a whole net" in words and "--export FILE" in words and "--init-from" in words
 
 
@@ -250,11 +236,9 @@ def test_flags_of_a_net_in_parts_are_refused_with_the_way_to_keep_its_weights(ca
         (RuntimeError("mmap: can't allocate memory: you tried to allocate 8 bytes"), None),
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4321"), None),
         (torch.OutOfMemoryError("CUDA out of memory"), None),
-        (torch.distributed.DistStoreError("wait timeout after 60000ms"), None),
         (OSError(28, "No space left on device"), None),
         (FileNotFoundError(2, "No such file or directory", "pictures"), "FileNotFoundError"),
         (OSError("image file is truncated"), "truncated"),
-        (KeyError("x"), "KeyError"),
         (ValueError("invalid literal"), "ValueError: invalid literal"),
     ],
 )

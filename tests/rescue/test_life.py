@@ -71,9 +71,7 @@ def test_a_life_that_begins_elsewhere_is_not_refused_and_one_that_evaluates_has_
     "opened, restart, cleaned, ends",
     [
         (None, 3, 0, True),
-        (1, 4, 0, False),
         (1, 5, 0, True),
-        (None, 5, 2, True),
         (None, 5, 3, False),
     ],
 )

@@ -4,7 +4,6 @@ import ctypes
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 from jobs import until
 from ranks import fork_ranks
 
-from common.place import end_of
 from common.rescue import hang, watch
 from common.rescue.lifelines import Lifelines
 from common.rescue.watch import Watch
@@ -124,13 +122,6 @@ def hold_pythons_lock_in_c(world):
 def test_a_lock_held_in_c_ends_the_process_with_its_stacks(capfd):
     assert fork_ranks(1, hold_pythons_lock_in_c, may_die=[0]) == [1]
     assert "hold_pythons_lock_in_c" in capfd.readouterr().err
-
-
-def test_a_death_by_a_signal_that_has_no_name_is_told_like_any_other():
-    process = subprocess.Popen(["sleep", "60"])
-    process.send_signal(40)
-    assert until(lambda: end_of(process.pid), "its end") == ("was killed by signal 40", True)
-    process.wait()
 
 
 def test_a_message_that_comes_in_two_pieces_is_heard_once_it_is_whole():
