@@ -86,7 +86,6 @@ TINY = {
     "num_attention_heads": 2,
     "num_labels": 3,
     **dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], 0),
-    **dict.fromkeys(["attn_pdrop", "embd_pdrop", "resid_pdrop"], 0),
 }
 
 
@@ -498,21 +497,6 @@ class Teacher(Program):
         net.teacher.weight.lerp_(net.pupil.weight, 0.5)
 
 
-class Unreported(Teacher):
-    """A life dies in an evaluation, and the next one begins with its report."""
-
-    def values(self, run, batch):
-        if self.last_call and run.state.progress.step == 5 and not run.net.training:
-            self.die()
-        return super().values(run, batch)
-
-
-class UnreportedBreaks(Unreported):
-    """The report that was due is followed by a break, too."""
-
-    breaks = True
-
-
 class EarlyTeacher(Teacher):
     """It follows in the forward."""
 
@@ -566,24 +550,47 @@ class CollateFn(Program):
     sets = given
 
 
+class Levels(Samples):
+    level = 1
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x * self.level, y
+
+
 class Curriculum(Program):
     """A dataset with set_epoch."""
 
-    class samples(Samples):
-        epoch = 0
-
+    class samples(Levels):
         def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x * (1 + self.epoch), y
+            self.level = 1 + epoch
 
     def plain(self, epochs):
         train, test = self.sets()
         self.sets = lambda: (train, test)
-        self.after = lambda net, optimizer, step: train.set_epoch(step // len(epochs[0]))
+        self.after = lambda net, optimizer, step: vars(train).update(level=1 + step // len(epochs[0]))
         return super().plain(epochs)
+
+
+class CurriculumAtEnd(Curriculum):
+    """The loop raises the level at the end of an epoch, and `memory` keeps it."""
+
+    doors = "loop"
+
+    class samples(Levels):
+        def state_dict(self):
+            return {"level": self.level}
+
+        def load_state_dict(self, state):
+            self.level = state["level"]
+
+    def memory(self, net, train):
+        self.train = train
+        return {"data": train}
+
+    def report(self, run):
+        super().report(run)
+        self.train.level += 1
 
 
 class Skips(Program):

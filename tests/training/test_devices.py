@@ -5,6 +5,7 @@ import importlib
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,15 +135,11 @@ def test_a_net_is_cut_from_the_host_and_no_device_ever_has_all_of_it():
 def test_so_many_forwards_are_in_flight_before_their_common_backward(flags, wanted):
     def flights(world):
         opts = Options(script="mp", global_batch_size=20, micro_batch_size=1, **flags)
-        with fake_gpu(2) as made, pytest.MonkeyPatch.context() as patch:
-            backward = torch.autograd.backward
-            found = []
-            patch.setattr(
-                torch.autograd, "backward", lambda losses: (found.append(len(losses)), backward(losses))
-            )
+        with fake_gpu(2) as made:
             steps = Steps(made(parted, 2), opts, replace(world, devices=GPUS), place=cut)
+            torch.autograd.backward = backward = Mock(wraps=torch.autograd.backward)
             steps.step(share_of(torch.randn(20, 6), torch.arange(20) % 3, opts))
-            return found
+            return [len(call.args[0]) for call in backward.call_args_list]
 
     assert fork_ranks(1, flights) == [wanted]
 

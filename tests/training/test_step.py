@@ -78,18 +78,18 @@ def test_the_gradient_is_the_full_batch_gradient_at_any_world_size_and_micro_bat
         assert found == pytest.approx(totals, rel=far, abs=1e-12)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count(world):
+@pytest.mark.parametrize("world, size, slices", [(1, 17, 0), (2, 17, 0), (3, 1, 3)])
+def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count(world, size, slices):
     def moved(world):
         net = small_net()
-        steps = steps_of(net, world, optimizer="sgd", momentum=0.0, lr=1.0)
+        steps = steps_of(net, world, optimizer="sgd", momentum=0.0, lr=1.0, virtual_ranks=slices)
         steps.state.scaler = Scaler("cpu", init_scale=1024.0)
-        steps.step(batch_of(17, world.rank, world.size))
+        steps.step(batch_of(size, world.rank, world.size, steps.state.opts))
         pairs = zip(small_net().parameters(), net.parameters(), strict=True)
         return [(before - after).tolist() for before, after in pairs]
 
     for found in fork_ranks(world, moved):
-        assert_near(found, full_batch_gradient(17)[0])
+        assert_near(found, full_batch_gradient(size)[0])
 
 
 def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
