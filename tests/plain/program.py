@@ -82,7 +82,6 @@ class Program:
     device = "cpu"
     outputs = 3  # of the net
     breaks = False  # the loop over batches is left at the end of each epoch
-    late = False  # killed behind the change that the loop makes after a step of this number
     family = ""  # as which launch/rehearse.py tells it; then numbers are compared in one process at most
     notes = ""  # what the rehearsal notes
     accept = ""
@@ -137,8 +136,6 @@ class Program:
                 self.step(run, batch)
                 if run.stepped:
                     self.after(run.net, run.optimizer, run.progress.step)
-                    if self.late and run.progress.step == self.last_call:
-                        self.die()
                 if self.breaks and run.progress.epoch_over:
                     break
             self.report(run)
@@ -166,7 +163,7 @@ class Program:
 
         torch.manual_seed(1)
         net = self.net()
-        if self.last_call and not self.late:  # Stages wants no hook of the whole net
+        if self.last_call:  # Stages wants no hook of the whole net
             part = net[0] if isinstance(net, nn.Sequential) else net
             part.register_forward_pre_hook(count)
         return net

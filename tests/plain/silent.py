@@ -48,16 +48,17 @@ class LowRank(nn.Linear):
         return out if self.merged else out + x @ self.a.T @ self.b.T
 
 
+class Heated(Part):
+    """It has a number that follows the mode."""
+
+    def train(self, mode=True):
+        self.heat = 0.3 if mode else 1.0
+        return super().train(mode)
+
+
 class ModeFlag(Program):
-    """A number that follows the mode."""
-
-    class kind_of_net(Part):
-        def train(self, mode=True):
-            self.heat = 0.3 if mode else 1.0
-            return super().train(mode)
-
     def net(self):
-        return self.kind_of_net(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3)).train()
+        return Heated(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3)).train()
 
 
 class Qat(Program):

@@ -407,27 +407,26 @@ class Mask(Program):
     """A buffer of the size of the batch."""
 
     refused = "mask"
+    first = torch.ones(1, 1)
 
     def net(self):
         def forward(net, x):
-            net.mask = torch.ones(len(x), 1)
+            net.mask = self.next(net.mask, x)
             return net.head(x * net.mask)
 
-        return Part(forward, head=nn.Linear(6, 3), mask=torch.ones(1, 1))
+        return Part(forward, head=nn.Linear(6, 3), mask=self.first)
+
+    def next(self, mask, x):
+        return torch.ones(len(x), 1)
 
 
-class Counted(Program):
+class Counted(Mask):
     """A counter that becomes a fraction: a checkpoint would round it."""
 
-    refused = "count"
+    first = torch.tensor(1)
 
-    def net(self):
-        def forward(net, x):
-            if net.training:
-                net.count = net.count + 0.5
-            return net.head(x) / net.count
-
-        return Part(forward, head=nn.Linear(6, 3), count=torch.tensor(1))
+    def next(self, mask, x):
+        return mask + 0.5
 
 
 class Annealed(Program):
@@ -440,12 +439,6 @@ class Annealed(Program):
 
     def after(self, net, optimizer, step):
         net.heat *= 0.9
-
-
-class AnnealedLate(Annealed):
-    """A rank dies once it has done that, while another one waits for it."""
-
-    late = True
 
 
 class AnnealedBreaks(Annealed):

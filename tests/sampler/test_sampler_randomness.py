@@ -37,7 +37,6 @@ def statistics(ids, other):
         "same place in other order": float((ids == other).sum() - 1),
         "block of sample in block of position": z_of_table(places * 16 // SAMPLES, ids * 16 // SAMPLES, 16),
         "low bits": z_of_table(places % 16, ids % 16, 16),
-        "remainders": z_of_table(places % 25, ids % 25, 25),
         "block in other order": z_of_table(other * 16 // SAMPLES, ids * 16 // SAMPLES, 16),
     }
     for lag in (1, 2, 64, root):  # a Feistel network with too few rounds keeps differences in a row or column

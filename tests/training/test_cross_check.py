@@ -72,6 +72,5 @@ def test_a_device_that_computes_wrong_numbers_is_named_and_the_run_goes_back(
 
 def test_the_slices_that_are_compared_are_those_of_every_rank():
     opts = SimpleNamespace(seed=3, virtual_ranks=7, cross_check=10)
-    assert checked(opts, 9, 1) is None and checked(opts, 8, 3) is None
     slices = {checked(opts, step, 3) for step in range(9, 2000, 10)}
     assert all(slices & set(share(7, rank, 3)) for rank in range(3))

@@ -119,11 +119,16 @@ def test_a_net_with_functions_between_its_layers_is_not_cut_without_them():
 
 def test_a_net_is_cut_from_the_host_and_no_device_ever_has_all_of_it():
     def moves(world):
-        with fake_gpu(2) as made, pytest.MonkeyPatch.context() as patch:
+        seen = []
+
+        def noted(net, device):
+            seen.append(str(device))
+            return to(net, device)
+
+        with fake_gpu(2) as made:
             net = made(parted, 4)
-            seen = []
             to = nn.Module.to
-            patch.setattr(nn.Module, "to", lambda net, device: (seen.append(str(device)), to(net, device))[1])
+            nn.Module.to = noted
             model = cut(net, Options(script="mp", balance="3,1"), replace(world, devices=GPUS))
             return seen, model.describe()
 
@@ -181,7 +186,14 @@ def test_the_loops_of_train_ddp_and_train_mp_differ_in_where_the_net_goes():
     assert len(changed) == 2 and all("with Elastic" in line for line in changed), changed
 
 
-def test_replicas_on_a_cpu_and_a_gpu_are_refused():
-    with refusal("--devices cpu,cuda:0: nn.DataParallel drives devices of one kind"):
-        mixed = SimpleNamespace(devices=(CPU, GPUS[0]), device=CPU)
-        replicate(nn.Linear(6, 3), Options(script="dp"), mixed)
+@pytest.mark.parametrize(
+    "other, flags, words",
+    [
+        (GPUS[0], {}, "--devices cpu,cuda:0: nn.DataParallel drives devices of one kind"),
+        (CPU, {"compile": True}, "--compile: train_dp.py copies the net to its devices"),
+    ],
+)
+def test_what_cannot_be_replicated_is_refused(other, flags, words):
+    with refusal(words):
+        where = SimpleNamespace(devices=(CPU, other), device=CPU)
+        replicate(nn.Linear(6, 3), Options(script="dp", **flags), where)

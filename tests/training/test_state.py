@@ -1,13 +1,16 @@
 import contextlib
+import json
+import math
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fakes import OverDevices, fake_streams, on_a_gpu
-from samples import ALONE, state_of
+from samples import state_of
 from torch import nn
 
+from common.checkpoint.writer import facts_to_json
 from common.errors import UserError
 from common.extras.schedules import learning_rate
 from common.options import Options
@@ -126,29 +129,6 @@ def test_an_update_waits_for_its_gradient_without_the_lock_and_is_not_begun_behi
         assert state.progress.step == 2
 
 
-def test_a_rescue_waits_for_what_each_gpu_has_changed_of_the_last_step():
-    with fake_streams(count=2) as default:
-        state = on_gpus(default)
-        before = held(state)["2.weight"]
-        train(state, 1)
-        state.end_step(ALONE, 1.0)
-        default.submit(lambda: None, late=True)  # the forward of the next step: not waited for
-        assert torch.equal(held(state)["2.weight"], before), "the update is late"
-        state.wait_for_update()
-        assert not torch.equal(held(state)["2.weight"], before)
-        assert default.done < len(default.work)
-
-
-def test_a_process_that_is_alone_waits_for_no_gpu(monkeypatch):
-    with fake_streams() as default:
-        state = on_gpus(default)
-        monkeypatch.setattr("common.training.state.has_peers", lambda: False)
-        state.finish_gradient()
-        default.submit(lambda: None, late=True)
-        state.wait_for_gpu()
-        assert default.done < len(default.work)
-
-
 def test_averages_of_weights_in_16_bits_move_in_steps_of_less_than_half_a_unit():
     state = state_of(nn.Linear(3, 2).bfloat16(), Options(ema_decay=0.999))
     state.net(torch.ones(8, 3).bfloat16()).sum().backward()
@@ -168,9 +148,26 @@ def test_the_learning_rate_is_a_function_of_the_step():
     assert rates(30, **thirds, min_lr=0.25) == [0.25]
 
 
-def test_best_loss_is_the_lowest_one_also_with_a_minus():
-    for best, wanted in (("loss", 2), ("-loss", 2), ("", 3), ("-acc", 1)):
-        state = make(best=best)
-        for state.progress.step, (accuracy, loss) in enumerate([(0.1, 2.0), (0.2, 1.0), (0.3, 3.0)], 1):
-            state.record_evaluation({"val_acc": accuracy, "val_loss": loss})
-        assert state.progress.best["step"] == wanted
+RISING = [(0.1, 2.0), (0.2, 1.0), (0.3, 3.0)]  # accuracies, losses
+
+
+@pytest.mark.parametrize(
+    "best, evaluations, wanted",
+    [
+        ("loss", RISING, 2),
+        ("-loss", RISING, 2),  # it is never kept at its highest
+        ("", RISING, 3),
+        ("-acc", RISING, 1),
+        # of equals the last one with the lower loss
+        ("acc", [(0.5, 2.0), (0.7, 3.0), (0.7, 2.5), (0.7, 2.6), (0.6, 1.0)], 3),
+        ("acc", [(0.5, math.inf), (0.7, math.inf), (0.6, 1.0)], 2),
+        ("acc", [(0.5, 2.0), (math.nan, 1.0)], 1),
+    ],
+)
+def test_the_best_evaluation_is_kept(best, evaluations, wanted):
+    state = make(best=best)
+    progress = state.progress
+    for progress.step, (accuracy, loss) in enumerate(evaluations, 1):
+        state.record_evaluation({"val_acc": accuracy, "val_loss": loss})
+        progress.best = json.loads(facts_to_json(progress.best))  # a restart
+    assert progress.best["step"] == wanted
