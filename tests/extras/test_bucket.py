@@ -61,7 +61,6 @@ def test_a_spot_run_goes_on_on_another_machine_with_an_empty_disk_and_ends_with_
     assert digest(tmp_path / "third") == digest(tmp_path / "undisturbed") == digest(tmp_path / "copy")
     steps = [json.loads(line)["step"] for line in open(tmp_path / "third/metrics.jsonl") if '"epoch"' in line]
     assert steps == [*range(1, 23)], "the curve goes over all machines"
-    assert s3.get(f"{tmp_path.name}/ledger.jsonl") == (tmp_path / "third/ledger.jsonl").read_bytes()
 
 
 def test_a_bucket_that_is_away_stops_no_training_is_told_once_and_gets_what_it_missed(s3, spot, tmp_path):
@@ -91,18 +90,18 @@ class Dying:
 
     def __getattr__(self, name):
         act = getattr(self.files, name)
-        return self.dying(act) if name in ("put_file", "copy", "rm", "makedirs") else act
+        if name not in ("put_file", "copy", "rm", "makedirs"):
+            return act
 
-    def dying(self, act):
-        def one(path, *more, **how):
+        def dying(path, *more, **how):
             self.changes -= 1
             if self.changes < 0:
-                if act.__name__ == "put_file":
+                if name == "put_file":
                     open(more[0], "wb").write(open(path, "rb").read(99))  # a part of it
                 raise Killed
             act(path, *more, **how)
 
-        return one
+        return dying
 
 
 @pytest.fixture
@@ -225,10 +224,12 @@ def test_what_the_disk_keeps_the_bucket_keeps_over_all_machines(tmp_path, at_wil
                     life.state.progress.best = {"step": 2, "val_acc": 1.0, "loss": 0.0}
                 save(life, step)
                 copy(life)
-    names = sorted(path.name for path in (tmp_path / "copy/checkpoints").iterdir())
-    assert names == [f"step-0000000{step}" for step in (2, 3, 6, 8, 9)]
-    disk = sorted(path.name for path in (tmp_path / "second/run/checkpoints").glob("step-*"))
-    assert disk == [f"step-0000000{step}" for step in (2, 8, 9)], "the best one comes along"
+    assert steps_in(tmp_path / "copy") == [2, 3, 6, 8, 9]
+    assert steps_in(tmp_path / "second/run") == [2, 8, 9], "the best one comes along"
+
+
+def steps_in(folder):
+    return sorted(int(path.name[5:]) for path in folder.glob("checkpoints/step-*"))
 
 
 def test_what_a_survivor_has_saved_is_copied_by_the_next_life_and_withdrawn_with_it(tmp_path):

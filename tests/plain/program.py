@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from jobs import ROOT, lives, rows, weights
+from jobs import ROOT, rows, weights
 from ranks import fork_ranks
 from torch import nn
 from torch.utils.data import default_collate
@@ -82,7 +82,6 @@ class Program:
     device = "cpu"
     outputs = 3  # of the net
     breaks = False  # the loop over batches is left at the end of each epoch
-    late = False  # killed behind the change that the loop makes after a step of this number
     family = ""  # as which launch/rehearse.py tells it; then numbers are compared in one process at most
     notes = ""  # what the rehearsal notes
     accept = ""
@@ -137,8 +136,6 @@ class Program:
                 self.step(run, batch)
                 if run.stepped:
                     self.after(run.net, run.optimizer, run.progress.step)
-                    if self.late and run.progress.step == self.last_call:
-                        self.die()
                 if self.breaks and run.progress.epoch_over:
                     break
             self.report(run)
@@ -162,17 +159,14 @@ class Program:
         def count(*_):
             self.calls += net.training and torch.is_grad_enabled()
             if self.calls == self.last_call:
-                self.die()
+                signal.raise_signal(signal.SIGKILL)
 
         torch.manual_seed(1)
         net = self.net()
-        if self.last_call and not self.late:  # Stages wants no hook of the whole net
+        if self.last_call:  # Stages wants no hook of the whole net
             part = net[0] if isinstance(net, nn.Sequential) else net
             part.register_forward_pre_hook(count)
         return net
-
-    def die(self):
-        signal.raise_signal(signal.SIGKILL)
 
     def sets(self):
         draws = torch.Generator().manual_seed(1)
@@ -345,11 +339,10 @@ def check_numbers(program, door, folder):
         tolerance = 0
     else:
         wanted = program.plain([order(epoch) for epoch in range(2)])
-    worlds = [f"step {life['step'] + 1} by {life['world']}" for life in lives(folder / "killed/run")]
-    differences(wanted, found, tolerance, f"processes: {', '.join(worlds)}")
+    differences(wanted, found, tolerance)
 
 
-def differences(wanted, found, tolerance, told=""):
+def differences(wanted, found, tolerance):
     """Wrong, with the first ones."""
     lines = []
     for what, value in wanted.items():
@@ -360,7 +353,7 @@ def differences(wanted, found, tolerance, told=""):
         if not apart <= tolerance * max(1, largest):
             lines.append(f"{what} is off by {apart:.3g}, the largest wanted is {largest:.3g}")
     if lines:
-        raise Wrong("\n".join([*lines[:8], told]))
+        raise Wrong("\n".join(lines[:8]))
 
 
 def order(epoch):

@@ -1,16 +1,14 @@
 """Rows of programs that once went wrong in silence, and are right now.
 
-What a dataset remembers has a home in `memory`; an evaluation leaves nothing behind; an optimizer keeps what
-it likes.
+An evaluation leaves nothing behind; an optimizer keeps what it likes.
 """
 
 import torch
-from program import FLAGS, Part, Program, Samples
+from program import FLAGS, Part, Program
 from timm.optim import create_optimizer_v2
 from torch import nn
 
 
-# ---- memory -----------------------------------------------------------------------------------------
 class Annealing(Program):
     """A term that grows with the step."""
 
@@ -25,37 +23,6 @@ class Annealing(Program):
 
     def after(self, net, optimizer, step):
         self.at = step
-
-
-class CurriculumAtEnd(Program):
-    """The dataset has a level, which the loop raises at the end of an epoch."""
-
-    doors = "loop"
-
-    class samples(Samples):
-        level = 1
-
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x * self.level, y
-
-        def state_dict(self):
-            return {"level": self.level}
-
-        def load_state_dict(self, state):
-            self.level = state["level"]
-
-    def memory(self, net, train):
-        self.train = train
-        return {"data": train}
-
-    def report(self, run):
-        super().report(run)
-        self.train.level += 1
-
-    def evaluation(self, net, test):
-        yield from super().evaluation(net, test)
-        self.train.level += 1
 
 
 # ---- evaluations ------------------------------------------------------------------------------------
@@ -81,16 +48,17 @@ class LowRank(nn.Linear):
         return out if self.merged else out + x @ self.a.T @ self.b.T
 
 
+class Heated(Part):
+    """It has a number that follows the mode."""
+
+    def train(self, mode=True):
+        self.heat = 0.3 if mode else 1.0
+        return super().train(mode)
+
+
 class ModeFlag(Program):
-    """A number that follows the mode."""
-
-    class kind_of_net(Part):
-        def train(self, mode=True):
-            self.heat = 0.3 if mode else 1.0
-            return super().train(mode)
-
     def net(self):
-        return self.kind_of_net(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3)).train()
+        return Heated(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3)).train()
 
 
 class Qat(Program):

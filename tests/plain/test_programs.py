@@ -86,7 +86,6 @@ TINY = {
     "num_attention_heads": 2,
     "num_labels": 3,
     **dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], 0),
-    **dict.fromkeys(["attn_pdrop", "embd_pdrop", "resid_pdrop"], 0),
 }
 
 
@@ -408,27 +407,26 @@ class Mask(Program):
     """A buffer of the size of the batch."""
 
     refused = "mask"
+    first = torch.ones(1, 1)
 
     def net(self):
         def forward(net, x):
-            net.mask = torch.ones(len(x), 1)
+            net.mask = self.next(net.mask, x)
             return net.head(x * net.mask)
 
-        return Part(forward, head=nn.Linear(6, 3), mask=torch.ones(1, 1))
+        return Part(forward, head=nn.Linear(6, 3), mask=self.first)
+
+    def next(self, mask, x):
+        return torch.ones(len(x), 1)
 
 
-class Counted(Program):
+class Counted(Mask):
     """A counter that becomes a fraction: a checkpoint would round it."""
 
-    refused = "count"
+    first = torch.tensor(1)
 
-    def net(self):
-        def forward(net, x):
-            if net.training:
-                net.count = net.count + 0.5
-            return net.head(x) / net.count
-
-        return Part(forward, head=nn.Linear(6, 3), count=torch.tensor(1))
+    def next(self, mask, x):
+        return mask + 0.5
 
 
 class Annealed(Program):
@@ -441,12 +439,6 @@ class Annealed(Program):
 
     def after(self, net, optimizer, step):
         net.heat *= 0.9
-
-
-class AnnealedLate(Annealed):
-    """A rank dies once it has done that, while another one waits for it."""
-
-    late = True
 
 
 class AnnealedBreaks(Annealed):
@@ -496,21 +488,6 @@ class Teacher(Program):
     @torch.no_grad()
     def after(self, net, optimizer, step):
         net.teacher.weight.lerp_(net.pupil.weight, 0.5)
-
-
-class Unreported(Teacher):
-    """A life dies in an evaluation, and the next one begins with its report."""
-
-    def values(self, run, batch):
-        if self.last_call and run.state.progress.step == 5 and not run.net.training:
-            self.die()
-        return super().values(run, batch)
-
-
-class UnreportedBreaks(Unreported):
-    """The report that was due is followed by a break, too."""
-
-    breaks = True
 
 
 class EarlyTeacher(Teacher):
@@ -566,24 +543,47 @@ class CollateFn(Program):
     sets = given
 
 
+class Levels(Samples):
+    level = 1
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x * self.level, y
+
+
 class Curriculum(Program):
     """A dataset with set_epoch."""
 
-    class samples(Samples):
-        epoch = 0
-
+    class samples(Levels):
         def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x * (1 + self.epoch), y
+            self.level = 1 + epoch
 
     def plain(self, epochs):
         train, test = self.sets()
         self.sets = lambda: (train, test)
-        self.after = lambda net, optimizer, step: train.set_epoch(step // len(epochs[0]))
+        self.after = lambda net, optimizer, step: vars(train).update(level=1 + step // len(epochs[0]))
         return super().plain(epochs)
+
+
+class CurriculumAtEnd(Curriculum):
+    """The loop raises the level at the end of an epoch, and `memory` keeps it."""
+
+    doors = "loop"
+
+    class samples(Levels):
+        def state_dict(self):
+            return {"level": self.level}
+
+        def load_state_dict(self, state):
+            self.level = state["level"]
+
+    def memory(self, net, train):
+        self.train = train
+        return {"data": train}
+
+    def report(self, run):
+        super().report(run)
+        self.train.level += 1
 
 
 class Skips(Program):

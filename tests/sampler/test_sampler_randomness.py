@@ -37,7 +37,6 @@ def statistics(ids, other):
         "same place in other order": float((ids == other).sum() - 1),
         "block of sample in block of position": z_of_table(places * 16 // SAMPLES, ids * 16 // SAMPLES, 16),
         "low bits": z_of_table(places % 16, ids % 16, 16),
-        "remainders": z_of_table(places % 25, ids % 25, 25),
         "block in other order": z_of_table(other * 16 // SAMPLES, ids * 16 // SAMPLES, 16),
     }
     for lag in (1, 2, 64, root):  # a Feistel network with too few rounds keeps differences in a row or column
@@ -87,7 +86,7 @@ def test_fewer_rounds_or_a_weaker_hash_would_be_noticed(monkeypatch, name):
 def test_uniforms_are_uniform_and_independent_of_other_epochs_seeds_and_neighbours():
     n = 100_000
     a, epoch, seed = (uniforms(range(n), *key) for key in ((0, 0), (0, 1), (1, 0)))
-    assert a.dtype == torch.float32 and 0 <= a.min() and a.max() < 1
+    assert 0 <= a.min() and a.max() < 1
     assert abs(z_of_counts(torch.bincount((a * 1000).long(), minlength=1000), 999)) < 4.5
     apart = torch.corrcoef(torch.stack([a, epoch, seed, a.roll(1)])) - torch.eye(4)
     assert apart.abs().max() < 4.5 / math.sqrt(n)

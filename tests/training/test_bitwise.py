@@ -15,23 +15,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import stores
 import torch
 import torch.distributed as dist
 from jobs import lives, rows
 from ranks import fork_ranks
 from refusals import refusal
-from samples import ALONE, Facts, Samples, Steps, share_of
+from samples import ALONE, CPU, Facts, Samples, Steps, share_of
 
 import common.elastic as house
 import train_ddp
 from common.errors import guarded
 from common.extras import bits
 from common.extras.bits import Slices
-from common.extras.fp16 import Scaler
 from common.extras.rules import check_world
 from common.models import build_model
 from common.options import Options
-from common.sealed import sealed
 from common.world import world as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"
@@ -168,19 +167,19 @@ def test_kills_and_resizes_leave_no_trace_in_the_bits(tmp_path):
 
 
 # ---- what is pinned, and who is refused -----------------------------------------------------------
-def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, capfd):
-    given = CNN | {"epochs": 1, "max_steps": 3}
-    run(tmp_path / "run", 1, given | {"max_steps": 2})
-    path = tmp_path / "run/options.json"
-    text = json.loads(path.read_text())
-    text["pinned"]["build of torch"] = "2.0.1"
-    del text["seal"]
-    path.write_bytes(sealed(text))
-    threads = options(tmp_path / "run", given | {"threads": 2})
-    assert fork_ranks(1, life, train_ddp, threads, may_die=[0]) == [2]
-    assert "CPU threads per process was 1, now 2" in capfd.readouterr().err
-    run(tmp_path / "run", 1, given)
-    assert "build of torch was 2.0.1" in "".join(capfd.readouterr())
+def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, monkeypatch):
+    facts = bits.facts(CPU)
+    build = facts["build of torch"]
+    monkeypatch.setattr(bits, "facts", lambda device: facts)
+    opts = stores.options(tmp_path, virtual_ranks=2)
+    with stores.a_life(opts) as life:
+        stores.save(life, 1)
+    facts["build of torch"] = "another"
+    said = []
+    with stores.a_life(opts, said=said):
+        assert f"build of torch was {build}, now another" in " ".join(said)
+    facts["CPU threads per process"] += 1
+    stores.refused(opts, "CPU threads per process was 1, now 2")
 
 
 def test_more_processes_than_slices_are_refused():
@@ -198,20 +197,10 @@ def small(world, virtual_ranks):
     return Steps(net, opts, world, split=one, samples=107)
 
 
-def step(steps, size=24):
+def step(steps):
     torch.manual_seed(steps.state.progress.step)
-    x, y = torch.randn(size, 1, 12, 12), torch.randint(4, (size,))
+    x, y = torch.randn(24, 1, 12, 12), torch.randint(4, (24,))
     steps.step(share_of(x, y, steps.state.opts, steps.world.rank, steps.world.size))
-
-
-def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
-    def scaled(world):
-        steps = small(world, 3)
-        steps.state.scaler = Scaler("cpu", init_scale=1024.0)
-        step(steps, size=1)
-        return steps.state.progress.step
-
-    assert fork_ranks(3, scaled) == [1, 1, 1]
 
 
 def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_none():

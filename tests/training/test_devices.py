@@ -5,6 +5,7 @@ import importlib
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,11 +119,16 @@ def test_a_net_with_functions_between_its_layers_is_not_cut_without_them():
 
 def test_a_net_is_cut_from_the_host_and_no_device_ever_has_all_of_it():
     def moves(world):
-        with fake_gpu(2) as made, pytest.MonkeyPatch.context() as patch:
+        seen = []
+
+        def noted(net, device):
+            seen.append(str(device))
+            return to(net, device)
+
+        with fake_gpu(2) as made:
             net = made(parted, 4)
-            seen = []
             to = nn.Module.to
-            patch.setattr(nn.Module, "to", lambda net, device: (seen.append(str(device)), to(net, device))[1])
+            nn.Module.to = noted
             model = cut(net, Options(script="mp", balance="3,1"), replace(world, devices=GPUS))
             return seen, model.describe()
 
@@ -134,15 +140,11 @@ def test_a_net_is_cut_from_the_host_and_no_device_ever_has_all_of_it():
 def test_so_many_forwards_are_in_flight_before_their_common_backward(flags, wanted):
     def flights(world):
         opts = Options(script="mp", global_batch_size=20, micro_batch_size=1, **flags)
-        with fake_gpu(2) as made, pytest.MonkeyPatch.context() as patch:
-            backward = torch.autograd.backward
-            found = []
-            patch.setattr(
-                torch.autograd, "backward", lambda losses: (found.append(len(losses)), backward(losses))
-            )
+        with fake_gpu(2) as made:
             steps = Steps(made(parted, 2), opts, replace(world, devices=GPUS), place=cut)
+            torch.autograd.backward = backward = Mock(wraps=torch.autograd.backward)
             steps.step(share_of(torch.randn(20, 6), torch.arange(20) % 3, opts))
-            return found
+            return [len(call.args[0]) for call in backward.call_args_list]
 
     assert fork_ranks(1, flights) == [wanted]
 
@@ -184,7 +186,14 @@ def test_the_loops_of_train_ddp_and_train_mp_differ_in_where_the_net_goes():
     assert len(changed) == 2 and all("with Elastic" in line for line in changed), changed
 
 
-def test_replicas_on_a_cpu_and_a_gpu_are_refused():
-    with refusal("--devices cpu,cuda:0: nn.DataParallel drives devices of one kind"):
-        mixed = SimpleNamespace(devices=(CPU, GPUS[0]), device=CPU)
-        replicate(nn.Linear(6, 3), Options(script="dp"), mixed)
+@pytest.mark.parametrize(
+    "other, flags, words",
+    [
+        (GPUS[0], {}, "--devices cpu,cuda:0: nn.DataParallel drives devices of one kind"),
+        (CPU, {"compile": True}, "--compile: train_dp.py copies the net to its devices"),
+    ],
+)
+def test_what_cannot_be_replicated_is_refused(other, flags, words):
+    with refusal(words):
+        where = SimpleNamespace(devices=(CPU, other), device=CPU)
+        replicate(nn.Linear(6, 3), Options(script="dp", **flags), where)

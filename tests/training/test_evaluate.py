@@ -27,18 +27,15 @@ def made():
     return nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
 
 
-def metrics_of(world, n, ema=0.0):
+def metrics_of(world, n):
     net = made()
-    state = state_of(net, Options(ema_decay=ema), n)
-    if ema:
-        for tensor in state.averages.tensors.values():
-            tensor.zero_()
-    return evaluate(net, split_of(n), state, world, state.task), net[0].weight.tolist()
+    state = state_of(net, Options(), n)
+    return evaluate(net, split_of(n), state, world, state.task)
 
 
 @pytest.mark.parametrize("n", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
 def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_sample_once(n):
-    ((alone, _),) = fork_ranks(1, metrics_of, n)
+    (alone,) = fork_ranks(1, metrics_of, n)
     split = split_of(n)
     net = made().eval()
     with torch.no_grad():
@@ -47,15 +44,8 @@ def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_samp
     assert alone["val_loss"] == pytest.approx(nn.functional.cross_entropy(out, split.y).item(), abs=1e-5)
     assert ("predictions" in alone) == (n <= SHOWN_SAMPLES)
     for world in (2, 5):
-        for metrics, _ in fork_ranks(world, metrics_of, n):
-            assert metrics == alone, "with the predictions and labels of a small set, on every rank"
-
-
-def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
-    ((found, weight),) = fork_ranks(1, metrics_of, 9, 0.9)
-    assert found["val_loss"] == pytest.approx(1.0986, abs=1e-3)  # all zero: log 3
-    assert found["predictions"] == [0] * 9
-    assert any(weight[0])
+        found = fork_ranks(world, metrics_of, n)
+        assert found == [alone] * world, "with the predictions and labels of a small set, on every rank"
 
 
 def test_a_judge_that_returns_nothing_for_one_block_is_told_so():

@@ -1,7 +1,3 @@
-import json
-import math
-
-from common.checkpoint.writer import facts_to_json
 from common.options import Options
 from common.training.progress import Progress
 
@@ -46,17 +42,3 @@ def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restar
         again = make(patience=patience, **flags)
         again.load(progress.facts())
         assert again.finished == ended
-
-
-def kept(sign, *evaluations):
-    progress = make()
-    for progress.step, (value, loss) in enumerate(evaluations, 1):
-        progress.evaluate({"val_acc": value, "val_loss": loss}, "val_acc", sign, "val_loss")
-        progress.best = json.loads(facts_to_json(progress.best))  # a restart
-    return progress.best["step"]
-
-
-def test_of_equal_evaluations_the_last_with_the_lower_loss_is_kept():
-    assert kept(1, (0.5, 2.0), (0.7, 3.0), (0.7, 2.5), (0.7, 2.6), (0.6, 1.0)) == 3
-    assert kept(1, (0.5, math.inf), (0.7, math.inf), (0.6, 1.0)) == 2
-    assert kept(1, (0.5, 2.0), (math.nan, 1.0)) == 1

@@ -1,4 +1,6 @@
 import contextlib
+import json
+import math
 import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -9,6 +11,7 @@ from fakes import OverDevices, fake_streams, on_a_gpu
 from samples import ALONE, state_of
 from torch import nn
 
+from common.checkpoint.writer import facts_to_json
 from common.errors import UserError
 from common.extras.bits import Bucket
 from common.extras.buffers import MeanOfBuffers
@@ -191,9 +194,26 @@ def test_the_learning_rate_is_a_function_of_the_step():
     assert rates(30, **thirds, min_lr=0.25) == [0.25]
 
 
-def test_best_loss_is_the_lowest_one_also_with_a_minus():
-    for best, wanted in (("loss", 2), ("-loss", 2), ("", 3), ("-acc", 1)):
-        state = make(best=best)
-        for state.progress.step, (accuracy, loss) in enumerate([(0.1, 2.0), (0.2, 1.0), (0.3, 3.0)], 1):
-            state.record_evaluation({"val_acc": accuracy, "val_loss": loss})
-        assert state.progress.best["step"] == wanted
+RISING = [(0.1, 2.0), (0.2, 1.0), (0.3, 3.0)]  # accuracies, losses
+
+
+@pytest.mark.parametrize(
+    "best, evaluations, wanted",
+    [
+        ("loss", RISING, 2),
+        ("-loss", RISING, 2),  # it is never kept at its highest
+        ("", RISING, 3),
+        ("-acc", RISING, 1),
+        # of equals the last one with the lower loss
+        ("acc", [(0.5, 2.0), (0.7, 3.0), (0.7, 2.5), (0.7, 2.6), (0.6, 1.0)], 3),
+        ("acc", [(0.5, math.inf), (0.7, math.inf), (0.6, 1.0)], 2),
+        ("acc", [(0.5, 2.0), (math.nan, 1.0)], 1),
+    ],
+)
+def test_the_best_evaluation_is_kept(best, evaluations, wanted):
+    state = make(best=best)
+    progress = state.progress
+    for progress.step, (accuracy, loss) in enumerate(evaluations, 1):
+        state.record_evaluation({"val_acc": accuracy, "val_loss": loss})
+        progress.best = json.loads(facts_to_json(progress.best))  # a restart
+    assert progress.best["step"] == wanted

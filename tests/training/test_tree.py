@@ -15,15 +15,14 @@ def whole(first, size, slices):
 
 
 def local(mine):
-    """What a rank does with its own slices: [(expression, slices)] of the rows it is left with."""
+    """What a rank does with its own slices: the expressions of the rows it is left with."""
     rows = []
     for v in mine:
-        rows.append((v, 1))
+        rows.append(v)
         for _ in range(carries(v, mine.start)):
-            right, n = rows.pop()
-            left, m = rows.pop()
-            assert n == m, "a carry joins two equal subtrees"
-            rows.append(((left, right), n + m))
+            right = rows.pop()
+            left = rows.pop()
+            rows.append((left, right))
     return rows
 
 
@@ -32,15 +31,11 @@ def sum_of(slices, world):
     rows_of, order = tree_of(slices, world)
     rows = []
     for rank, count in enumerate(rows_of):
-        mine = share(slices, rank, world)
-        own = local(mine)
-        assert len(own) == count and sum(n for _, n in own) == len(mine)
-        assert count <= max(1, 2 * len(mine).bit_length() - 2)
-        rows += [expression for expression, _ in own]
+        own = local(share(slices, rank, world))
+        assert len(own) == count
+        rows += own
     for i, j in order:
         rows[i] = (rows[i], rows[j])
-        rows[j] = None
-    assert rows[1:] == [None] * (len(rows) - 1), "every row is added once"
     return rows[0]
 
 
