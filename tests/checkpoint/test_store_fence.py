@@ -95,7 +95,8 @@ def test_a_stopped_owner_is_taken_over_and_what_it_saves_or_logs_when_it_wakes_u
             assert is_at(life.state, 1)
             metrics = Metrics(opts.run_dir, 1)
             os.kill(pid, signal.SIGCONT)
-            until(told.exists, "the first job has told")
+            until(lambda: state(pid) == "Z", "the first job has ended")
+            assert told.exists()
             metrics.write(lines[1])
             metrics.close()
     assert steps_of(opts) == [1] and rows(opts.run_dir) == lines
@@ -303,7 +304,7 @@ def test_a_rescue_is_waited_for_while_it_moves_and_no_longer(tmp_path, moves):
 
     with child(rescue):
         until(here.exists, "the rescue has begun")
-        timer = threading.Timer(4, end.touch)  # longer than any limit
+        timer = threading.Timer(6, end.touch)  # longer than any limit
         timer.start()
         fence.wait_for(path)
         assert end.exists() == moves

@@ -192,17 +192,14 @@ def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(j
     assert end_of(other, 10)[0] != end_of(again, 10)[0] and audit(other) == CLEAN
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
+def test_a_fork_that_lacks_something_is_refused(capsys, tmp_path):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/options.json").write_text('{"options": {}, "identity": {}}')  # no seal
+    for flags, words in (
         (["--fork=x", "--at=3"], "--fork needs --at"),
         (["--fork=nowhere", "--at=3", "--run-dir=new"], "name the folder of a run"),
         (["--fork=damaged", "--at=3", "--run-dir=new"], "options.json is damaged"),
-    ],
-)
-def test_a_fork_that_lacks_something_is_refused(flags, words, capsys, tmp_path):
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged/options.json").write_text('{"options": {}, "identity": {}}')  # no seal
-    with pytest.raises(SystemExit, match="2"):
-        parse_options("", flags, script="ddp")
-    assert words in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parse_options("", flags, script="ddp")
+        assert words in capsys.readouterr().err

@@ -36,16 +36,16 @@ def test_without_torchrun_the_world_is_one_rank_in_a_process_made_ready():
     assert fork_ranks(1, live) == [(0, 1, "cpu", True)]
 
 
+def know_an_agent(port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
+
+
 def meet_at_one_agent(world):
     """Lives at one shared store, as torchrun makes them: no life must read what the one before has left."""
     if world.rank == 1:
         agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world.store.set("agent", str(agent.port))
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=world.store.get("agent").decode(),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
+    know_an_agent(world.store.get("agent").decode())
     ports = set()
     for life in range(3):
         store = fresh_store(world.rank, world.size)
@@ -89,48 +89,47 @@ def test_the_devices_that_a_process_sees_and_those_that_do_not_exist(monkeypatch
     assert seen(device="xpu") == ["xpu:0", "xpu:1"]
 
 
-def share_of(world, script, machines):
-    """The devices of a rank; `machines` have for each of their processes the uuids that it sees."""
-    places = [(rank, machine) for machine in machines for rank in range(len(machine))]
-    local_rank, machine = places[world.rank]
-    uuids = machine[local_rank]
-    place = here()._replace(local_rank=local_rank, local_size=len(machine))
+def share_of(world, script, seen):
+    """The devices of a rank, as uuids; `seen` has those that each rank sees."""
+    uuids = seen[world.rank]
     worlds.uuid_of = lambda gpu: uuids[gpu.index]
     try:
-        found = own_share(GPUS[: len(uuids)], Options(script=script), place, world.store)
+        found = own_share(GPUS[: len(uuids)], Options(script=script), here(), world.store)
     except UserError as error:
         return str(error).splitlines()[0]
     return "".join(map(worlds.uuid_of, found))
 
 
 @pytest.mark.parametrize(
-    "script, machines, wanted",
+    "script, seen, wanted",
     [
-        ("dp", [["abcd"]], ["abcd"]),
-        ("ddp", [["abcd"] * 3], ["a", "b", "c"]),
-        ("mp", [["abcd"] * 2], ["ab", "cd"]),
-        ("mp", [["abc"] * 2], ["a", "b"]),
-        ("mp", [["ab"], ["cd"]], ["ab", "cd"]),  # a process on each of two machines
-        ("mp", [["ab", "cd"]], ["ab", "cd"]),  # Slurm's --gpus-per-task=2
-        ("ddp", [["ab", "cd"]], ["a", "c"]),
-        ("ddp", [["a", "b"], ["c", "d"]], ["a", "b", "c", "d"]),  # --gpus-per-task=1
-        ("ddp", [["ab"] * 3], ["3 processes on this machine but 2 GPUs are visible"] * 3),
+        ("dp", ["abcd"], ["abcd"]),
+        ("ddp", ["abcd"] * 3, ["a", "b", "c"]),
+        ("mp", ["abcd"] * 2, ["ab", "cd"]),
+        ("mp", ["abc"] * 2, ["a", "b"]),
+        ("mp", ["ab", "cd"], ["ab", "cd"]),  # Slurm's --gpus-per-task=2
+        ("ddp", ["ab", "cd"], ["a", "c"]),
+        ("ddp", ["ab"] * 3, ["3 processes on this machine but 2 GPUs are visible"] * 3),
     ],
     ids=str,
 )
-def test_each_process_takes_an_equal_part_of_the_gpus_that_it_shares_with_others(script, machines, wanted):
-    assert fork_ranks(len(wanted), share_of, script, machines) == wanted
+def test_each_process_takes_an_equal_part_of_the_gpus_that_it_shares_with_others(script, seen, wanted):
+    assert fork_ranks(len(seen), share_of, script, seen) == wanted
 
 
-def join_on_gpus(world, script, seen, machines):
+def test_processes_on_several_machines_share_no_gpus():
+    seen = ["ab", "ab", "cd", "cd"]
+    assert fork_ranks(4, share_of, "mp", seen, node_size=2) == ["a", "b", "c", "d"]
+    assert fork_ranks(2, share_of, "mp", ["ab"] * 2, node_size=1) == ["ab", "ab"]
+
+
+def join_on_gpus(world, script, seen):
     """What `join` says when NCCL is to meet; to which device that is bound.
 
     `seen` has the uuids of the GPUs that each rank sees.
     """
-    local = (0, 1) if machines == 2 else (world.rank, 2)
-    os.environ.update(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, local), strict=True))
-    os.environ["CUDA_VISIBLE_DEVICES"] = "some"
     own = seen[world.rank]
+    os.environ["CUDA_VISIBLE_DEVICES"] = "some"
     torch.cuda.device_count = lambda: len(own)
     torch.cuda.set_device = lambda device: None
     worlds.uuid_of = lambda gpu: own[gpu.index]
@@ -167,7 +166,7 @@ def test_nccl_meets_with_an_end_and_without_watchdogs_on_the_one_gpu_of_each_pro
 ):
     if allowed:
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed)
-    found = fork_ranks(2, join_on_gpus, script, seen, machines)
+    found = fork_ranks(2, join_on_gpus, script, seen, node_size=2 // machines)
     assert all(any(words in line for line in found) for words in said), found
 
 
@@ -185,9 +184,8 @@ def rank_1_never_comes(world):
     if world.rank == 1:
         return 0.0
     meeting.MEETING = timedelta(seconds=1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ["MASTER_PORT"] = str(agent.port)
+    know_an_agent(str(agent.port))
     with pytest.raises(TimeoutError, match="1 of 2 processes came"):
         fresh_store(0, 2)
 
