@@ -64,7 +64,7 @@ class ModeFlag(Program):
 class Qat(Program):
     """Observers, which see an evaluation, too; its own numbers follow from its batches."""
 
-    family = "cut"
+    family = "evaluation"
 
     lives = (1, 4), (1, 0)
     evaluation = Program.nothing

@@ -226,6 +226,7 @@ class SparseAdam(SparseSgd):
 class OtherDraws(Program):
     """Draws of random and numpy."""
 
+    accept = "cut"  # these draws a rehearsal cannot silence
     draws = True
     flags = SLICES
     doors = "script stages"
@@ -452,6 +453,7 @@ class AnnealedBreaks(Annealed):
 class Observed(Program):
     """A running mean that begins at infinity, as observers of quantization do."""
 
+    accept = "cut"  # each slice has a largest number of its own
     draws = True
     flags = SLICES
     top = torch.inf
@@ -510,19 +512,14 @@ class Amp(Program):
 
 
 class Bf16(Program):
-    kind_of_weight = torch.bfloat16
     tolerance = 3e-2
 
     def net(self):
-        return super().net().to(self.kind_of_weight)
+        return super().net().bfloat16()
 
     def loss(self, net, batch):
         x, y = batch
-        return self.scores(net(x.to(self.kind_of_weight)).float(), y)
-
-
-class Fp16(Bf16):
-    kind_of_weight = torch.float16
+        return self.scores(net(x.bfloat16()).float(), y)
 
 
 # ---- data, flags ------------------------------------------------------------------------------------
