@@ -31,7 +31,8 @@ for name in place.MEETING:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-import police  # noqa: E402  (found through the path above)
+import pages  # noqa: E402  (found through the path above)
+import police  # noqa: E402
 
 TEMPORARY = police.move_in()
 (TEMPORARY / "config").mkdir()
@@ -42,6 +43,8 @@ os.environ["XDG_CACHE_HOME"] = str(TEMPORARY / "cache")  # a person's notes of r
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+    if "torch" in sys.modules:
+        pages.gather()  # for ranks.py
 
 
 def pytest_sessionfinish():

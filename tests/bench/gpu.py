@@ -2,7 +2,7 @@
 
     python tests/bench/gpu.py                             # one GPU, about ten minutes
     python tests/bench/gpu.py --nets resnet50 --steps 50
-    python tests/bench/gpu.py --compile 1                 # both ways with torch.compile
+    python tests/bench/gpu.py --compile                   # both ways with torch.compile
     python tests/bench/gpu.py --device cpu --nets net,resnet18,gpt:tiny
 
 The bare loop has the same net, batch, precision and optimizer. All take turns; figures are medians.
@@ -100,7 +100,7 @@ def main():
         nets="resnet50,gpt:medium,net",
         rounds=5,
         steps=20,
-        compile=0,
+        compile=False,
     )
     device = torch.device(args.device)
     torch.backends.cudnn.benchmark = True  # as in a training
@@ -111,7 +111,7 @@ def main():
             model=model,
             global_batch_size=size,
             optimizer="adam",
-            compile=bool(args.compile),
+            compile=args.compile,
             device=device.type,
             **more,
         )

@@ -69,8 +69,8 @@ PARTS = (
         "compile",
         110,
         BENCH,
-        "tests/bench/gpu.py --compile 1 --nets gpt:medium --rounds 2",
-        f"{DRY} --compile 1 --nets net",
+        "tests/bench/gpu.py --compile --nets gpt:medium --rounds 2",
+        f"{DRY} --compile --nets net",
     ),
 )
 

@@ -86,15 +86,7 @@ class Gpt(nn.Module):
         self.words = nn.Embedding(WORDS, width)
         self.places = nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm": nn.LayerNorm(width),
-                    "mix": nn.Linear(LENGTH, LENGTH),
-                    "up": nn.Linear(width, 4 * width),
-                    "down": nn.Linear(4 * width, width),
-                }
-            )
-            for _ in range(2)
+            nn.ModuleDict({"norm": nn.LayerNorm(width), "mix": nn.Linear(LENGTH, LENGTH)}) for _ in range(2)
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, WORDS, bias=False)
@@ -108,7 +100,7 @@ class Gpt(nn.Module):
             h = h + self.at_times
         for block in self.blocks:
             mixed = block["mix"](block["norm"](h).mT).mT
-            h = h + F.dropout(block["down"](F.gelu(block["up"](mixed))), 0.1, self.training)
+            h = h + F.dropout(F.gelu(mixed), 0.1, self.training)
         return self.head(self.norm(h[:, -1]))
 
 

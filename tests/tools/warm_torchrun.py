@@ -26,6 +26,7 @@ import traceback
 import types
 from pathlib import Path
 
+import pages
 from police import alive
 
 ROOT = os.path.abspath(f"{__file__}/../../..")
@@ -172,6 +173,7 @@ def main():
     import common.elastic  # noqa: F401
 
     sys.path.remove(ROOT)
+    pages.gather()
     print("ready", flush=True)
     running = {}  # {process: where its output goes}
     while True:
