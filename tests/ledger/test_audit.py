@@ -85,7 +85,7 @@ def test_lost_and_redone_steps_are_counted_and_what_was_not_noted_is_unproven(tm
         ("cc/rank0", 18, lambda ids: [], {"unproven": [18]}),
     ],
 )
-def test_a_doctored_note_is_found(run, rank, step, change, expected, capsys):
+def test_a_doctored_note_is_found(run, rank, step, change, expected):
     """`change` gets the ids of the note and returns lists of ids in its place."""
     assert audit(run) == CLEAN
     path = run / f"audit/{rank}.jsonl"
@@ -96,8 +96,6 @@ def test_a_doctored_note_is_found(run, rank, step, change, expected, capsys):
     path.write_text("\n".join(lines))
     assert audit(run) == CLEAN | expected
     assert main([str(run), "--audit"]) == 1
-    words = " ".join(f"{name} {expected.get(name, 0)}" for name in CLEAN)
-    assert capsys.readouterr().out.splitlines()[0] == words
 
 
 def test_torn_and_damaged_lines_prove_nothing_and_a_copy_of_a_file_counts_no_sample_twice(run):

@@ -20,7 +20,7 @@ from common.extras.own_files import call_user, load_file
 from common.extras.rules import CLASHES
 from common.options import Options, flag_of, parse_options
 from common.options.parser import FIRST_RUN, begin_life
-from common.options.registry import DATASETS, MODELS, find_function
+from common.options.registry import DATASETS
 from common.options.user import text_of
 from common.place import here
 
@@ -111,11 +111,6 @@ def test_no_rule_is_about_a_flag_with_which_a_start_skips_the_rules():
     ruled = {flag.partition("=")[0] for flag, _, _ in CLASHES}
     ruled |= {flag_of(flag) for _, flags in DATASETS.values() for flag in flags}
     assert not ruled & {flag_of(name) for name in FIRST_RUN}
-
-
-@pytest.mark.parametrize("place", [*MODELS.values(), *(place for place, _ in DATASETS.values())])
-def test_every_name_of_the_registry_is_a_function(place):
-    assert callable(find_function(place))
 
 
 def test_torchvisions_names_are_found_without_its_import():

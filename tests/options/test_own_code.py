@@ -12,7 +12,6 @@ from refusals import refusal
 from stores import a_life, new_store, options, save, tiny_state, two_checkpoints
 
 from common.extras.own_files import is_marked
-from common.ledger import Ledger
 from common.options import commit, parse_options
 from common.options.options import read_run
 from common.options.user import code_of, text_of
@@ -50,7 +49,6 @@ def test_a_mark_is_of_each_value_and_of_this_key(config):
 def experiment(tmp_path, monkeypatch):
     """A folder as one unpacks it: a run, and the code that it names beside it."""
     opts, _ = two_checkpoints(tmp_path, model="net.py:net")
-    Ledger(opts.run_dir).event("life", life="aa", world=1, step=0, epochs=1)
     (tmp_path / "net.py").write_text(NET)
     monkeypatch.chdir(tmp_path)
     return opts

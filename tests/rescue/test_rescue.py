@@ -174,7 +174,7 @@ def test_after_an_error_that_stays_on_the_gpu_a_life_ends_with_its_words_and_sav
 
 def test_weights_that_a_forward_has_changed_are_not_saved(run):
     def live(world):
-        with pytest.raises(UserError, match="changed by a forward"), a_life(world, run, 0) as (state, _, _):
+        with pytest.raises(UserError, match="changed by a forward"), a_life(world, run, 1) as (state, _, _):
             torch.nn.init.ones_(state.net[0].weight)
             step(state)
 

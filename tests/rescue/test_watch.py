@@ -16,10 +16,10 @@ from common.rescue.lifelines import Lifelines
 from common.rescue.watch import Watch
 
 
-def watched(world, limit, step=3):
+def watched(world, limit):
     """(state, what stops its Watch, the reports)"""
     state = SimpleNamespace(
-        progress=SimpleNamespace(step=step), heartbeat=0, opts=SimpleNamespace(hang_timeout=limit)
+        progress=SimpleNamespace(step=3), heartbeat=0, opts=SimpleNamespace(hang_timeout=limit)
     )
     reports = []
     ears = Watch(state, world)
