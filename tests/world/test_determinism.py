@@ -30,16 +30,14 @@ def test_kernels_are_chosen_by_their_speed_unless_bits_are_promised(flags, chose
     assert fork_ranks(1, kernels, flags) == [chosen]
 
 
-def be_refused(_):
-    pinned.pin(Options(virtual_ranks=2))
-    with refusal("put_(.|\n)*replace the layer") as told, blamed():  # as round a life
-        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
-    return str(told.value)
-
-
 def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
-    (said,) = fork_ranks(1, be_refused)
-    assert "--debug" in said and "--virtual-ranks" in said
+    def live(_):
+        pinned.pin(Options(virtual_ranks=2))
+        said = "put_(.|\n)*replace the layer .*--debug .*--virtual-ranks"
+        with refusal(said), blamed():  # as round a life
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+
+    fork_ranks(1, live)
 
 
 CUDNN = "one layer"  # it has a state of its own, which moves on with each forward and is in no checkpoint

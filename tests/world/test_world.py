@@ -79,7 +79,6 @@ def test_the_devices_that_a_process_sees_and_those_that_do_not_exist(monkeypatch
     assert len(seen(script="mp", devices=("cpu", "cuda", "cuda:1"))) == 3
     for words, placed, flags in (
         ("--devices cpu,tpu: there are cpu, cuda:0, cuda:1", (), {"devices": ("cpu", "tpu")}),
-        ("cuda:2", (), {"script": "mp", "devices": ("cuda:1", "cuda:2")}),
         ("--devices cannot take effect: the net lies on cuda:0, cuda:1", GPUS[:2], {"devices": ("cpu",)}),
     ):
         with refusal(words):
