@@ -12,24 +12,24 @@ Floating-point addition is not associative: only a fixed tree gives the same bit
 and the world are powers of two, each rank's slices are one subtree, so it sends one sum. No tree does that
 for all divisors: halves and thirds of six slices overlap, and subtrees of one tree never do.
 
-Every rank ends the tree for its part of each bucket, and sends the result to all. Collectives only move data;
-additions follow the tree. The last slice sends a bucket as soon as backward has filled it.
+After its last slice every rank ends the tree for its part, and sends the result to all. Collectives only move
+data; additions follow the tree.
 
-    sums of rank 0   [a0 a1 a2]       `send`       rank 0 adds a0 b0 c0       `add`
+    sums of rank 0   [a0 a1 a2]    all_to_all     rank 0 adds a0 b0 c0    all_gather
     sums of rank 1   [b0 b1 b2]   ------------->   rank 1 adds a1 b1 c1   ------------->   the sum, everywhere
     sums of rank 2   [c0 c1 c2]    (a part each)   rank 2 adds a2 b2 c2    (a part each)
 
 A missing term is -0.0, the one number whose addition never changes a bit (+0.0 would turn -0.0 into +0.0):
 for a parameter that a slice does not use, and for a slice of a short last batch without samples. So a sum
 that begins with -0.0 has no term: such a parameter gets no gradient, as in torch's own loops. What a backward
-leaves never begins so (`_ready`).
+leaves never begins so (`gradient_of`).
 """
 
 import functools
 import itertools
 import math
-import threading
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +46,6 @@ from common.training import Gradient, TrainState
 from common.world import World
 
 ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
-FIRST_BUCKET_BYTES = 1 << 20  # of gradients that are sent together: small, to leave early; as in DDP
-BUCKET_BYTES = 25 << 20  # of the other buckets
 
 
 def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[..., "SliceGradient"]:
@@ -86,8 +84,11 @@ class SliceGradient(Gradient):
             self.slices.begin(self.state, totals, self.counts_samples)
         if self.ids:
             size = self.batch.size
-            tail = self.slices.measured(self.number, len(self.ids) / size, totals)
-            self.slices.backward(self.number, tail, self.state.scaler.scale(loss / size))
+            scaled = self.state.scaler.scale(loss / size)
+            self._take(self.slices.gradient(self.number, len(self.ids) / size, totals, scaled))
+
+    def _take(self, gradient):
+        self.slices.add(self.number, gradient)
 
     def finish(self) -> Tensor:
         """Average over the ranks; returns the totals of all on rank 0, as callers add those of the ranks."""
@@ -97,7 +98,7 @@ class SliceGradient(Gradient):
 
 
 class Slices:
-    """A net whose gradient is that sum. In each step: `begin`, `backward` of slices with samples, `finish`.
+    """A net whose gradient is that sum. In each step: `begin`, `add` of slices with samples, `finish`.
 
     A slice's totals and its changes of buffers are summed as the gradient of one more tensor, `tail`.
     """
@@ -106,195 +107,109 @@ class Slices:
         self.world = world
         self.count = slices
         self.own = share(slices, world.rank, world.size)
-        self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
-        self.buckets = []
-        self.turn = threading.Lock()
-        for p in self.params:
-            p.register_post_accumulate_grad_hook(self._ready)
+        self.params = [p for p in net.parameters() if p.requires_grad]
+        self.sums = []
 
     def begin(self, state, totals, counts_samples):
         """Begin a step with so many totals; the buffers are those of the last one."""
         self.statistics = state.statistics
-        if not self.buckets:
+        if not self.sums:
             exact = not counts_samples or torch.float64 in self.statistics.kinds
-            self.kind = torch.float64 if exact else torch.float32
+            kind = torch.float64 if exact else torch.float32
             size = self.statistics.numel + len(totals)
-            self.tail = torch.empty(size, dtype=self.kind, device=totals.device)
+            self.tail = torch.empty(size, dtype=kind, device=totals.device)
             self.tensors = [*self.params, self.tail]
-            self.buckets = [Bucket(members, self.world, self.count) for members in buckets_of(self.tensors)]
-            self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
+            places = defaultdict(list)
+            for i, tensor in enumerate(self.tensors):
+                places[tensor.dtype, tensor.device].append(i)
+            self.sums = [Sum(alike, self.tensors, self.world, self.count) for alike in places.values()]
+        self.rows = []  # gradients of the subtrees that wait for their other halves
         self.next = self.own.start
         state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
 
     # ---- this rank's slices -----------------------------------------------------------------------
-    def measured(self, v, weight, totals):
-        """Return what slice v adds to the tail: call it after its forward."""
-        moves = self.statistics.moves(weight, v == self.count - 1, self.kind)
-        return torch.cat([moves.to(totals.device), totals.to(self.kind)])
+    def gradient(self, v, weight, totals, output):
+        """Return the gradient of slice v, after its forward: of each weight, then of the tail."""
+        moves = self.statistics.moves(weight, v == self.count - 1, self.tail.dtype)
+        if output.requires_grad:
+            output.backward()
+        return [*map(gradient_of, self.params), torch.cat([moves.to(self.tail), totals.to(self.tail)])]
 
-    def backward(self, v, tail, output):
-        """Run the backward of slice v; slices that are left out have no samples."""
+    def add(self, v, gradient):
+        """Add that of slice v; slices that are left out have no samples."""
         self._skip_to(v)
-        self._sum(tail, output)
+        self._add(gradient)
 
     def _skip_to(self, v):
         """Give slices without samples, up to v, their places in the sum."""
         while self.next < v:
-            self._sum()
-
-    def _sum(self, tail=None, output=None):
-        """Add the next slice, in the order of the tree: from its backward to its place in the sum."""
-        self.carries = carries(self.next, self.own.start)
-        if not self.carries:  # otherwise autograd adds to the gradients of the slice before
-            for tensor in self.tensors:
-                tensor.grad = None
-        for bucket in self.buckets:
-            bucket.waiting = {tensor for tensor in bucket.members if tensor.requires_grad}
-        self.filling = [*self.buckets]
-        if output is not None:
-            self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
-            if output.requires_grad:
-                output.backward()
-        for bucket in self.filling:  # with what this slice does not use
-            bucket.waiting.clear()
-        self._collect()
-        self.next += 1
-
-    def _ready(self, p):
-        """Send, as autograd's hook in the last slice's backward, the buckets that it has filled."""
-        with self.turn:  # autograd has a thread a device
-            waiting = self.bucket_of[p].waiting
-            if p not in waiting:
-                raise UserError(
-                    "a weight got its gradient in two parts: --virtual-ranks would send the first alone\n"
-                    "leave the backward to the script, and give torch.utils.checkpoint use_reentrant=False"
-                )
-            waiting.remove(p)
-            first = p.grad.detach().as_strided((1,), (1,), p.grad.storage_offset())
-            first += 0.0  # -0.0, as of loss - 0 * w, becomes 0.0: it is used
-            self._collect()
+            self._add([torch.full_like(tensor, -0.0) for tensor in self.tensors])
 
     @torch.no_grad()
-    def _collect(self):
-        """Take filled buckets, in one order on every rank."""
-        while self.filling and not self.filling[0].waiting:
-            bucket = self.filling.pop(0)
-            bucket.collect(self.carries)
-            if self.next == self.own[-1]:
-                bucket.send()
+    def _add(self, row):
+        """Add the next slice, and the subtrees that it completes."""
+        for _ in range(carries(self.next, self.own.start)):
+            left = self.rows.pop()
+            torch._foreach_add_(left, row)
+            row = left
+        self.rows.append(row)
+        self.next += 1
 
     # ---- the rest of the tree ---------------------------------------------------------------------
     @torch.no_grad()
     def finish(self):
         """Leave the sum of all slices in `.grad`, updates buffers; returns the totals."""
         self._skip_to(self.own.stop)
-        for bucket in self.buckets:
-            bucket.add()
-        for bucket in self.buckets:
-            bucket.wait()
-            firsts = bucket.flat[0].view(-1)[bucket.starts].tolist()
-            for tensor, total, first in zip(bucket.members, bucket.views[0], firsts, strict=True):
-                unused = tensor.requires_grad and is_missing(first)  # the tail is always there
-                tensor.grad = None if unused else total
+        for sum_of_kind in self.sums:
+            sum_of_kind.end(self.rows)
+        self.rows = []
         self.statistics.apply(self.tail.grad[: self.statistics.numel])
         return self.tail.grad[self.statistics.numel :].double()
 
 
-class Bucket:
-    """Tensors whose gradients are exchanged together; each replica ends the tree for its part of them."""
+class Sum:
+    """The sum of gradients of one type, on one device: each rank ends the tree for its part of it."""
 
-    def __init__(self, members, world, slices):
-        self.members = members
+    def __init__(self, places, tensors, world, slices):
+        self.places = places  # of these among all tensors
+        self.members = [tensors[i] for i in places]
         self.world = world
-        self.waiting = set()  # members without the gradient of the slice whose backward runs
-        self.rows = []  # gradients of the subtrees that wait for their other halves
-        self.works = []  # collectives under way
         self.rows_of, self.order = tree_of(slices, world.size)
-        first = members[0].detach()
+        first = self.members[0].detach()
         align = ALIGN_BYTES // first.element_size()
-        sizes = [-(-tensor.numel() // align) * align for tensor in members]
+        sizes = [-(-tensor.numel() // align) * align for tensor in self.members]
         part = -(-sum(sizes) // (align * world.size)) * align
         self.flat = first.new_zeros(self.rows_of[world.rank], world.size, part)  # the rows to send
         self.starts = [*itertools.accumulate(sizes[:-1], initial=0)]
         self.views = []  # parts of each row, as the members lie in memory: fused optimizers need that
         for row in self.flat:
             places = [row.storage_offset() + start for start in self.starts]
-            parts = zip(members, places, strict=True)
+            parts = zip(self.members, places, strict=True)
             self.views.append([row.as_strided(t.shape, t.stride(), place) for t, place in parts])
         self.taken = first.new_empty(sum(self.rows_of), part)
-        self.received = list(self.taken.split(self.rows_of))
-        self.has_collectives = is_gpu(first.device) and world.size > 1
 
-    def collect(self, carries):
-        """Add the subtrees that a slice completes; autograd has made the first of these additions."""
-        if carries:
-            self.rows.pop()
-        self.rows.append([gradient_of(tensor) for tensor in self.members])
-        for _ in range(carries - 1):
-            right = self.rows.pop()
-            torch._foreach_add_(self.rows[-1], right)
-
-    def send(self):
-        """Begin to send every replica its part of this rank's rows."""
-        for views, row in zip(self.views, self.rows, strict=True):
-            torch._foreach_copy_(views, row)
-        self.rows.clear()
-        parts = self.flat.transpose(0, 1).contiguous()  # a copy only if there are several rows
-        if self.has_collectives:
+    def end(self, rows):
+        """End the tree, and leave the sum in `.grad` of each member; None where no slice has used it."""
+        for views, row in zip(self.views, rows, strict=True):
+            torch._foreach_copy_(views, [row[i] for i in self.places])
+        parts = self.flat.transpose(0, 1).flatten(0, 1)  # a copy only if there are several rows
+        if self.world.size > 1:
             sizes = [len(self.flat)] * self.world.size
-            sent = dist.all_to_all_single(self.taken, parts.flatten(0, 1), self.rows_of, sizes, async_op=True)
-            self.works = [sent]
-        else:
-            self.received[self.world.rank] = parts[self.world.rank]
-            self._exchange(parts, self.received)
+            self._move(dist.all_to_all_single, self.taken, parts, self.rows_of, sizes)
+            parts = self.taken
+        for i, j in self.order:
+            parts[i] += parts[j]
+        result = self.flat[0].view(-1)
+        if self.world.size > 1:
+            self._move(dist.all_gather_into_tensor, result, parts[0])
+        firsts = result[self.starts].tolist()
+        for tensor, total, first in zip(self.members, self.views[0], firsts, strict=True):
+            unused = tensor.requires_grad and is_missing(first)  # the tail is always there
+            tensor.grad = None if unused else total
 
-    def add(self):
-        """End the tree for this rank's part, and begin to send it to all."""
-        self.wait()
-        rows = [*itertools.chain(*self.received)]
-        result = self.flat[0]
-        part = result[self.world.rank]
-        for i, j in self.order[:-1]:
-            rows[i] += rows[j]
-        if self.order:  # else one row is the sum
-            i, j = self.order[-1]
-            torch.add(rows[i], rows[j], out=part)
-        if self.has_collectives:  # NCCL's ring crosses a network once a machine
-            self.works = [dist.all_gather_into_tensor(result.view(-1), part, async_op=True)]
-        else:
-            self._exchange([part] * self.world.size, result)
-
-    def _exchange(self, given, taken):
-        """Begin to give each replica its part; as messages, for gloo's collectives copy all of it."""
-        operations = [
-            dist.P2POp(act, part, peer=q)
-            for act, parts in ((dist.isend, given), (dist.irecv, taken))
-            for q, part in enumerate(parts)
-            if q != self.world.rank
-        ]
-        if operations:
-            self.works = dist.batch_isend_irecv(operations)
-
-    def wait(self):
-        while self.works:
-            self.works.pop(0).wait()
-            wait_by_polling(mark(self.flat.device))
-
-
-def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Return runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
-    runs: list[list[Tensor]] = []
-    size = 0
-    kind = None
-    for tensor in tensors:
-        limit = BUCKET_BYTES if len(runs) > 1 else FIRST_BUCKET_BYTES
-        if kind != (tensor.dtype, tensor.device) or size >= limit:
-            runs.append([])
-            kind = tensor.dtype, tensor.device
-            size = 0
-        runs[-1].append(tensor)
-        size += tensor.nbytes
-    return runs
+    def _move(self, collective, *how):
+        collective(*how)
+        wait_by_polling(mark(self.flat.device))  # here: behind it a launch would wait for a dead peer
 
 
 def is_missing(first):
@@ -302,11 +217,15 @@ def is_missing(first):
     return not first and math.copysign(1.0, first.real) < 0
 
 
-def gradient_of(tensor):
-    """Return the gradient that a slice, or two, have left; -0.0 where they do not use the tensor."""
-    if tensor.grad is None:
-        tensor.grad = torch.full_like(tensor, -0.0)
-    return tensor.grad
+def gradient_of(p):
+    """Take the gradient that a slice has left; -0.0 if it does not use the weight."""
+    gradient = p.grad
+    p.grad = None
+    if gradient is None:
+        return torch.full_like(p, -0.0)
+    first = gradient.as_strided((1,), (1,), gradient.storage_offset())
+    first += 0.0  # -0.0, as of loss - 0 * w, becomes 0.0: it is used
+    return gradient
 
 
 def carries(v, start):

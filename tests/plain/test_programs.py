@@ -566,7 +566,6 @@ class Adversarial(Program):
 
 class AdversarialSlices(Adversarial):
     flags = SLICES
-    refused = "backward|in two parts"
 
 
 class RareExpert(Program):

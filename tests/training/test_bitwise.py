@@ -8,24 +8,20 @@ long form (`pytest -m long`) takes 200 steps and more, and all worlds.
 import json
 import os
 import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from jobs import lives, rows
 from ranks import fork_ranks
 from refusals import refusal
-from samples import ALONE, Facts, Samples, Steps, share_of
+from samples import Facts, Samples, Steps, share_of
 
 import common.elastic as house
 import train_ddp
 import train_mp
 from common.errors import guarded
-from common.extras import bits
-from common.extras.bits import Slices
 from common.extras.fp16 import Scaler
 from common.extras.rules import check_world
 from common.models import build_model
@@ -279,7 +275,7 @@ def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_non
         slices.begin(steps.state, torch.zeros(2), True)
         for v in slices.own:
             loss = net["w"].sum() - 0.0 * net["used"].sum() * (v == 2)
-            slices.backward(v, slices.measured(v, 0.25, torch.zeros(2)), loss)
+            slices.add(v, slices.gradient(v, 0.25, torch.zeros(2), loss))
         slices.finish()
         return [name for name, p in net.items() if p.grad is None]
 
@@ -296,53 +292,3 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
 
     for virtual_ranks in (0, 8):
         assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2
-
-
-@pytest.mark.parametrize("slices", [3, 8])
-def test_a_step_on_gpus_sends_no_message_and_has_the_bits_of_one_that_does(monkeypatch, slices):
-    """Each rank's messages grow with the ranks; a collective is one call a bucket."""
-
-    def stepped(world):
-        messages = []
-        batched = dist.batch_isend_irecv
-        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: messages.extend(ops) or batched(ops))
-        steps = small(world, slices)
-        for step in range(2):
-            steps.step(batch_at(world, step, slices))
-        return len(messages), [p.tolist() for p in steps.state.names]
-
-    sent = fork_ranks(3, stepped)
-    assert all(messages >= 8 for messages, _ in sent), "two ranks, to and from each, twice a step"
-    monkeypatch.setattr(bits, "is_gpu", lambda device: True)
-    assert fork_ranks(3, stepped) == [(0, weights) for _, weights in sent]
-
-
-def test_buckets_are_sent_in_one_order_whichever_thread_of_autograd_fills_them():
-    """With a net over several devices autograd has a thread a device: in another order sums are swapped."""
-    order = []
-
-    class Noted:
-        def __init__(self, name, weight):
-            self.name = name
-            self.members = [weight]
-            self.waiting = {weight}
-
-        def collect(self, carries):
-            if self.name == "A":  # while it is added up, the other device is ready
-                other.start()
-                other.join(0.2)
-
-        def send(self):
-            order.append(self.name)
-
-    net = torch.nn.Linear(2, 2)
-    net(torch.ones(1, 2)).sum().backward()
-    slices = Slices(net, ALONE, 1)
-    buckets = [Noted("A", net.weight), Noted("B", net.bias)]
-    slices.bucket_of = {bucket.members[0]: bucket for bucket in buckets}
-    slices.filling = [*buckets]
-    slices.carries = slices.next = 0
-    other = threading.Thread(target=slices._ready, args=(net.bias,))
-    slices._ready(net.weight)
-    other.join()
-    assert order == ["A", "B"]
