@@ -1,10 +1,17 @@
 """How a command ends, that is no training: its exit code, and its errors in three lines. No torch here."""
 
+import argparse
 import signal
 import sys
 from collections.abc import Callable
 
 from common.errors import Outlet, guarded, ready_streams
+
+
+def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is the docstring of the command."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(name, description=doc, allow_abbrev=False, formatter_class=raw)
 
 
 def run_command(act: Callable[[], int], what: str = "cannot be done") -> int:

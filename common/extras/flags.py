@@ -1,12 +1,11 @@
 """Starts that need a look of their own: unknown flags and names, --optimizer-args, ranks that cannot meet.
 
-No torch here: a typo answers at once.
+No torch here: a typo answers at once, unless it may be the name of a net of torchvision.
 """
 
 import ast
-import re
 from collections.abc import Collection, Container
-from importlib.util import find_spec
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,12 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
 
 
 def torchvision_models() -> list[str]:
-    """Read the names where they stand: to import them takes seconds; none if torchvision is not there."""
-    spec = find_spec("torchvision")
-    if not spec or not spec.origin:
-        return []
-    files = Path(spec.origin).parent.glob("models/*.py")
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    return re.findall(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", "\n".join(texts), re.MULTILINE)
+    """Return the names; none if torchvision is not there."""
+    with suppress(ImportError):
+        from torchvision import models
+
+        return models.list_models(module=models)
+    return []
 
 
 def refuse_flag(word: str, script: str) -> None:

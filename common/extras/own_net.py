@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from common.data import DataFacts
 from common.errors import UserError
@@ -12,20 +11,9 @@ from common.options import Options
 
 def own_net(opts: Options, data: DataFacts) -> nn.Module:
     """Return what the function of --model builds, on the CPU; ready to be saved."""
-    net = call_user(opts.model, opts, data)
-    if any(map(is_lazy, net.parameters())):
-        make_lazy_weights(net, data)
-    net = net.cpu()
+    net = call_user(opts.model, opts, data).cpu()
     check_net(net, opts.model)
     return net
-
-
-@torch.no_grad()
-def make_lazy_weights(net, data):
-    """Make the weights of torch's lazy modules, whose shapes follow from a first input."""
-    kind = torch.int64 if data.vocab else torch.float32
-    net.eval()(torch.zeros(1, *data.sample_shape, dtype=kind))
-    net.train()
 
 
 def check_net(net: nn.Module, name: str) -> None:

@@ -1,8 +1,10 @@
 """Makes segments of a run once more, each between two checkpoints that it keeps, and compares their ends.
 
-    python -m common.replay verify RUN            # one segment, drawn at random
-    python -m common.replay verify RUN --all      # every one; or --segments K, or --from A --to B
+    python -m common.replay verify RUN            # one segment, drawn at random; --segments K: so many
+    python -m common.replay verify RUN --all      # every one; or those from step A to B: --from A --to B
     python -m common.replay verify RUN --nproc 2  # with two processes
+
+RUN keeps checkpoints (--keep-every).
 
 A segment from step A to step B is a fork of the run (--fork RUN --at A --max-steps B) in a scratch folder.
 More flags go to the training: code that RUN names runs only if you have begun RUN yourself, and it does not
@@ -10,7 +12,6 @@ lie in RUN or belong to another user; else name each file too (--model RUN/net.p
 1: something differs; 2: it cannot be done.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 from common.checkpoint import checkpoints, read_facts
 from common.errors import UserError, say
 from common.extras.chosen import describe
-from common.extras.command import run_command
+from common.extras.command import parser_of, run_command
 from common.ledger import lives_of, named
 from common.options import read_options
 
@@ -95,19 +96,14 @@ def _kept_by(run):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m common.replay",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("verify", choices=["verify"], help="make segments again and compare")
-    parser.add_argument("run", type=Path, help="the folder of a run that keeps checkpoints (--keep-every)")
-    parser.add_argument("--segments", type=int, default=1, help="so many, drawn at random (default: 1)")
-    parser.add_argument("--all", action="store_true", help="every segment")
-    parser.add_argument("--from", type=int, default=0, dest="first", help="every one from this step on")
-    parser.add_argument("--to", type=int, default=sys.maxsize, dest="last", help="every one up to this step")
-    parser.add_argument("--nproc", type=int, default=1, help="processes (default: 1)")
+    parser = parser_of("python -m common.replay", __doc__)
+    parser.add_argument("verify", choices=["verify"])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--segments", type=int, default=1, metavar="K")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--from", type=int, default=0, dest="first", metavar="A")
+    parser.add_argument("--to", type=int, default=sys.maxsize, dest="last", metavar="B")
+    parser.add_argument("--nproc", type=int, default=1, metavar="N")
     args, flags = parser.parse_known_args(argv)
     return run_command(lambda: _verify(args, flags), f"{args.run} cannot be verified")
 

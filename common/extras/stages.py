@@ -41,7 +41,6 @@ class Stages(nn.Module):
         weights = [sum(p.numel() for p in net._modules[name].parameters()) for name in names]
         rest = iter(names)
         groups = [list(itertools.islice(rest, count)) for count in counts_of(weights, opts, world.devices)]
-        refuse_ties(net, groups)
         self.places = list(zip(itertools.cycle(world.devices), groups))
         self.takes_turns = bool(opts.virtual_ranks) and len(world.devices) > 1
         for device, group in self.places:
@@ -103,16 +102,3 @@ def balance(weights, stages):
         return min(tries)
 
     return best(0, stages)[1]
-
-
-def refuse_ties(net, groups):
-    """UserError if a tensor would be on two devices."""
-    stage_of = {name: stage for stage, group in enumerate(groups) for name in group}
-    places = {}
-    for name, tensor in net.state_dict(keep_vars=True).items():
-        stage = stage_of[name.partition(".")[0]]
-        other, place = places.setdefault(tensor, (name, stage))
-        if place != stage:
-            raise UserError(
-                f"{other} and {name} are one tensor, would lie on two devices\nuntie them, or cut elsewhere"
-            )

@@ -40,13 +40,6 @@ def load_weights(net, opts):
             tensors[name].copy_(weights[name])
 
 
-def source_of(state):
-    """Say where the first weights come from, and which of them do not."""
-    opts = state.opts
-    afresh = [name for name in state.tensors()["model"] if name.startswith(opts.init_skip)]
-    return opts.init_from + (f"; {', '.join(afresh)} begin afresh" if afresh else "")
-
-
 def unwrapped(name, known):
     """Remove from a name what DDP and torch.compile put before it, unless the net has it so."""
     if name not in known:

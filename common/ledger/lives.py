@@ -27,17 +27,11 @@ Life = list[Record]  # its events in order; the first is named "life"
 
 def lives_of(*run_dirs: Path) -> list[Life]:
     """Return the lives in order. Each machine holds a part, maybe in a folder of its own: merged by time."""
-    return [*each_life(*run_dirs)]
-
-
-def each_life(*run_dirs: Path) -> Iterator[Life]:
-    """Yield what `lives_of` returns, one life at a time."""
     parts = [filter(_is_whole, read(path)) for path in _ledgers(*run_dirs)]
-    life = None
-    for life in _cut(merge(*parts, key=TIME)):
-        yield life
-    if not life:
+    lives = [*_cut(merge(*parts, key=TIME))]
+    if not lives:
         raise UserError(f"{run_dirs[0]} holds no life\nname the folder of a run that has begun training")
+    return lives
 
 
 def newest_lives(run_dir: Path) -> Iterator[Life]:

@@ -52,7 +52,6 @@ EXTRAS: dict[str, str] = {
     "schedule": "common.extras.schedules:learning_rate",  # other than constant
     "own_optimizer": "common.extras.own_optimizer:own_optimizer",
     "init_from": "common.extras.weights:load_weights",
-    "init_source": "common.extras.weights:source_of",  # with init_from
     "fork": "common.extras.fork:inherited",
     "another_run": "common.extras.another_run:load",  # with fork or resume
     "older_one": "common.extras.another_run:refuse_an_older_one",  # with resume
@@ -69,8 +68,6 @@ EXTRAS: dict[str, str] = {
     "digest_every": "common.extras.digests:note_digest",
     "rehearsed": "common.extras.rehearsed:was_rehearsed",  # of code of one's own
     "copy_to": "common.extras.bucket:Bucket",
-    "batch_norm": "common.extras.batch_norm:warn_of_one_sample",
-    "merging": "common.extras.merging:MergingSnapshot",
     "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
     "arguments": "common.extras.arguments:options_of",  # in place of flags
     "in_arguments": "common.extras.arguments:in_arguments",

@@ -5,9 +5,7 @@ a part of itself in evaluation mode, or change a number of its own.
 """
 
 import torch
-from torch import Tensor, nn
-
-from common.options import extra
+from torch import nn
 
 
 class Modes:
@@ -37,12 +35,12 @@ class Modes:
 
 
 class Snapshot:
-    """The buffers as they were before it; with merging layers, as a LoRA, an extra keeps weights, too."""
-
-    weights: dict[nn.Parameter, Tensor] = {}  # that may change
+    """The buffers as they were before it, and the weights of layers that may merge them, as a LoRA."""
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
+        merging = [module for module in net.modules() if own(module, "train") or own(module, "eval")]
+        self.weights = {p: p.detach().clone() for module in merging for p in module.parameters()}
         self.buffers = [
             (module._buffers, name, buffer.clone())
             for module in net.modules()
@@ -56,17 +54,13 @@ class Snapshot:
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore all to the bit."""
+        for p, weight in self.weights.items():
+            p.data.copy_(weight)  # not counted as a change
         for owner, name, buffer in self.buffers:
             if owner[name].shape == buffer.shape:
                 owner[name].copy_(buffer)
             else:
                 owner[name] = buffer
-
-
-def before_evaluation(net: nn.Module) -> Snapshot:
-    """Return what puts everything back after it."""
-    merging = [module for module in net.modules() if own(module, "train") or own(module, "eval")]
-    return extra("merging")(net, merging) if merging else Snapshot(net)
 
 
 def own(module: nn.Module, name: str) -> bool:

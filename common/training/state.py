@@ -25,7 +25,7 @@ from common.device import devices_of, mark, wait_by_polling
 from common.errors import UserError, blamed
 from common.options import Options, extra
 from common.sampler import seed
-from common.training.modes import Modes, before_evaluation
+from common.training.modes import Modes, Snapshot
 from common.training.optimizer import check_groups, groups_of, named_state, take_state, turns_of, weights_of
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
@@ -231,7 +231,7 @@ class TrainState:
         with self.averages.in_the_net() if self.averages else nullcontext():
             outside = self.own
             with self.changing():
-                before = before_evaluation(self.net)
+                before = Snapshot(self.net)
                 self.own = before.weights | outside
                 before.eval()
             try:

@@ -163,7 +163,7 @@ def build(data):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ("net.more = nn.LazyLinear(3)", 'missing the required "forward" function'),
+        ("net.more = nn.LazyLinear(3)", "Attempted to use an uninitialized parameter"),
         ("net.more = nn.Linear(3, 3, device='meta')", "Cannot copy out of meta tensor"),
         ("net.kept = Extra()", "its state_dict makes kept._extra_state anew"),
         ("net.requires_grad_(False)", "no weight of it trains"),

@@ -15,7 +15,6 @@ from jobs import PACED, ROOT
 from stores import two_checkpoints
 
 from common.errors import blamed
-from common.extras.flags import torchvision_models
 from common.extras.own_files import call_user, load_file
 from common.extras.rules import CLASHES
 from common.options import FLAGS, Options, flag_of, parse_options
@@ -53,7 +52,7 @@ def refused(capsys, *argv, script=None):
         ("--amp bf8", "choose from"),
         ("--lr-schedule cosin", "did you mean cosine?"),
         ("--model resnet8", "did you mean resnet18?"),
-        ("--model vit", "did you mean vit_"),
+        ("--model vit", "did you mean maxvit_t"),
         ("--model gtp:tiny", "'gtp:tiny' is unknown"),
         ("--dataset gone.py:f", "there is no file 'gone.py'"),
         ("--task own.py", "there is no function\n       write path/to/file.py:function"),
@@ -118,11 +117,6 @@ def test_no_rule_is_about_a_flag_with_which_a_start_skips_the_rules():
 @pytest.mark.parametrize("place", [*MODELS.values(), *(place for place, _ in DATASETS.values())])
 def test_every_name_of_the_registry_is_a_function(place):
     assert callable(find_function(place))
-
-
-def test_torchvisions_names_are_found_without_its_import():
-    models = pytest.importorskip("torchvision").models
-    assert {*torchvision_models()} == {*models.list_models(module=models)}
 
 
 # ---- what was left open ---------------------------------------------------------------------------

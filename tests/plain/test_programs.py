@@ -88,14 +88,6 @@ class HeadTrains(Program):
         return net
 
 
-class Lazy(Program):
-    doors = "script"
-
-    def net(self):
-        norm = nn.LazyInstanceNorm1d(affine=True)  # it begins with ones, not with draws
-        return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
-
-
 class ActNorm(Program):
     """The first batch sets a weight, by its .data, which torch does not count as a change."""
 

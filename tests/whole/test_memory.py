@@ -22,7 +22,6 @@ import common.elastic as house
 from common.data import Batch
 from common.elastic import Elastic
 from common.extras.all_ranks import warn_of_other_reports
-from common.extras.batch_norm import warn_of_one_sample
 from common.extras.memory import flat, same, unflat
 from common.extras.own_data import as_input
 from common.options import Options
@@ -366,19 +365,18 @@ def test_a_nan_that_all_ranks_report_is_one_number(capsys):
 class Lora(nn.Module):
     """As Microsoft's loralib: eval() merges into the frozen weight, train() takes it out."""
 
-    def __init__(self, forgets=False):
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(2, 6), requires_grad=False)
         self.a = nn.Parameter(torch.randn(2, 6) * 0.1)
         self.b = nn.Parameter(torch.randn(2, 2) * 0.1)
         self.drop = nn.BatchNorm1d(6)
         self.merged = False
-        self.forgets = forgets
 
     def train(self, mode=True):
         super().train(mode)
         self.drop.eval()
-        if mode and self.merged and not self.forgets:
+        if mode and self.merged:
             self.weight.data -= self.b @ self.a
         if not mode and not self.merged:
             self.weight.data += self.b @ self.a
@@ -390,8 +388,8 @@ class Lora(nn.Module):
         return x @ self.weight.T + own
 
 
-def lora(place, own, forgets=False):
-    net = Lora(forgets)
+def lora(place, own):
+    net = Lora()
     first = net.weight.tolist()
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
     with Elastic(net=net, optimizer=optimizer, virtual_ranks=2, **own) as run:
@@ -411,14 +409,6 @@ def test_a_lora_that_merges_trains_on_and_no_checkpoint_has_it_merged(tmp_path):
     run(lora, tmp_path / "run", 2, (0, 10, "before"))
     assert run(lora, tmp_path / "run", 2) == whole
     assert left_by(tmp_path / "run") == left_by(tmp_path / "unbroken")
-
-
-def test_an_eval_whose_changes_train_does_not_undo_is_refused(tmp_path, capfd):
-    def forgets(place, own):
-        return lora(place, own, True)
-
-    assert fork_ranks(1, live, forgets, tmp_path / "run", may_die=[0]) == [2]
-    assert "net.eval() changes weight, and net.train() does not undo it" in capfd.readouterr().err
 
 
 # ---- the end of an epoch, and before the loop ----------------------------------------------------------
@@ -473,11 +463,3 @@ def test_inputs_stay_float64_where_float32_would_make_two_numbers_one():
 def test_a_batch_that_is_a_dict_says_where_its_data_are():
     with refusal("a batch is a dict(.|\n)*take batch.data"):
         Batch([([1], {"words": torch.zeros(1)})], 1).x  # noqa: B018
-
-
-@pytest.mark.parametrize("size, told", [(1, 0), (2, 1)])
-def test_a_share_of_one_sample_under_batch_norm_is_told_at_the_start(capsys, size, told):
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    opts = Options(global_batch_size=12)
-    warn_of_one_sample(net, opts, 50, SimpleNamespace(size=size))
-    assert capsys.readouterr().err.count("a forward gets one sample, on which the BatchNorm 1") == told
