@@ -41,10 +41,10 @@ def warn_of_other_reports(reports: list[dict[str, Any]]) -> bool:
         for name, value in report.items():
             expected = first.get(name)
             same = str(value) == str(expected)  # as nan
-            same = same or expected is not None and math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+            same = same or expected is not None and math.isclose(value, expected, rel_tol=1e-6)
             if report["step"] == first.get("step") and not same:
                 warn(
-                    f"rank 0 reports {name} {first.get(name)}, rank {rank} {value}: rank 0's counts\n"
+                    f"rank 0 reports {name} {expected}, rank {rank} {value}: rank 0's counts\n"
                     "run.mean(value, count) and run.gather(tensor) have those of all ranks"
                 )
                 return True

@@ -3,7 +3,7 @@
 from typing import Any
 
 from common.errors import UserError, did_you_mean
-from common.extras.own_net import check_net
+from common.extras.own_data import check_net
 from common.options import Options, begin_life, flag_of, read_arguments
 
 TAKEN = (  # fields of Options that take effect in a script of one's own

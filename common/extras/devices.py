@@ -1,6 +1,7 @@
-"""A batch over several devices of one process (nn.DataParallel): scatter, replicate, gather."""
+"""Several devices of one process: a batch over all of them (nn.DataParallel), copies of a GPU."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -87,3 +88,16 @@ class CpuReplicas(nn.Module):
             outputs.append(torch.func.functional_call(self.module, copies, share, named))
         pieces = zip(*map(leaves, outputs), strict=True)
         return map_tensors(lambda _: torch.cat(next(pieces)), outputs[0])
+
+
+def pinned(buffer, device):
+    """Lock the pages of a buffer, so that this GPU copies into it; return False if it cannot.
+
+    Memory that torch allocates for that is as large as the next power of two.
+    """
+    with torch.cuda.device(device):
+        refused = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
+    if refused:
+        with suppress(RuntimeError):  # CUDA keeps the error for the next call: let it be this one
+            torch.zeros(1, device=device)
+    return not refused

@@ -1,4 +1,7 @@
-"""Functions in files of a user's own; and whose files may be run at all."""
+"""Functions in files of a user's own; whose files may be run at all; what a fork takes over (--fork RUN).
+
+No torch here.
+"""
 
 import functools
 import inspect
@@ -10,7 +13,16 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import UserError, blamed
-from common.options import files_of, find_function, flag_of, read_run, text_of
+from common.options import (
+    FLAGS,
+    OF_A_MACHINE,
+    files_of,
+    find_function,
+    flag_of,
+    read_options,
+    read_run,
+    text_of,
+)
 from common.sealed import Facts, marked, own_key
 
 
@@ -81,3 +93,24 @@ def is_marked(value: Facts) -> bool:
     """Return whether this user has marked the object."""
     rest = {name: part for name, part in value.items() if name != "mark"}
     return own_key() != b"" and marked(rest) == value
+
+
+NOT_INHERITED = {"resume", "max_steps", "eval_only"}
+
+
+def inherited(given, script):
+    """Add to the given flags those of this run's own earlier lives, or of the run that it leaves."""
+    if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():
+        raise UserError(
+            "--fork needs --at and --run-dir, and no --resume\nwrite --fork RUN --at N --run-dir NEW"
+        )
+    source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
+    taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"]} - NOT_INHERITED
+    if not is_marked(read_run(source)):
+        taken -= OF_A_MACHINE  # a stranger's run asks for no downloads here
+    flags = {}
+    for name, value in read_options(source).items():
+        if name in taken - given.keys():
+            flags[name] = tuple(value) if isinstance(value, list) else value
+    refuse_foreign_code(source, flags)
+    return flags | given

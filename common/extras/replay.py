@@ -26,6 +26,7 @@ from common.extras.chosen import describe
 from common.extras.command import parser_of, run_command
 from common.ledger import lives_of, named
 from common.options import read_options
+from common.world import fingerprint_of
 
 HOUSE = Path(__file__).resolve().parents[2]
 QUIET = [
@@ -164,3 +165,16 @@ def _chosen(args):
     if args.all or args.first or args.last < sys.maxsize:
         return segments
     return sorted(random.sample(segments, min(args.segments, len(segments))))
+
+
+def note_digest(state, ledger):
+    """Note that of this step, if one is due.
+
+    Tensors go by name: what is remembered comes in the order of its first step, or of a file.
+    """
+    step = state.progress.step
+    if step % state.opts.digest_every == 0:
+        sums = {}
+        for kind, tensors in state.tensors().items():
+            sums[kind] = fingerprint_of(tensors[name] for name in sorted(tensors))
+        ledger.event("digest", step=step, **sums)

@@ -26,7 +26,7 @@ WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be who
 def task_of(opts: Options) -> Task:
     """Return the task that --task names, other than classify."""
     if opts.task == "tokens":
-        return Tokens(partial(tokens, opts=opts), ["loss", "acc"])
+        return Task(partial(tokens, opts=opts), ["loss", "acc"])
     if opts.task == OWN:
         task = OwnTask(None, ["loss"])
         task.shown = []  # until it reports
@@ -59,20 +59,6 @@ def tokens(model, batch, opts):
     loss, answers, y = scored(model, batch, opts)
     count = (y != IGNORED).sum()
     return {"loss": (loss, count), "acc": ((answers == y).sum(), count)}
-
-
-class Tokens(Task):
-    """Shows the perplexity, too."""
-
-    def __init__(self, function: Callable, names: list[str]) -> None:
-        super().__init__(function, names)
-        self.shown.append("perplexity")
-
-    def metrics(self, totals: Tensor) -> dict[str, float]:
-        metrics = super().metrics(totals)
-        if metrics:
-            metrics["perplexity"] = math.exp(min(metrics["loss"], 700))
-        return metrics
 
 
 # ---- a user's own ----

@@ -1,13 +1,23 @@
-"""Weights from elsewhere (--init-from), and layers that stand still (--freeze)."""
+"""Weights from elsewhere: of a file (--init-from), of another run (--fork, --resume), of a run for a notebook
+(`load`); and layers that stand still (--freeze).
+"""
 
 import zipfile
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from common.checkpoint import facts_of
+from common.checkpoint import checkpoints, facts_of
+from common.data import DataFacts
 from common.errors import UserError, blamed
+from common.extras.chosen import weights_of
+from common.extras.own_files import refuse_foreign_code
+from common.models import build_model
+from common.options import Options, read_options
+from common.store import Loaded, load_newest, take_over
 
 
 @torch.no_grad()
@@ -110,3 +120,45 @@ def check_prefixes(flag, prefixes, names):
         if not any(name.startswith(prefix) for name in names):
             layers = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UserError(f"{flag}: no weight's name begins with {prefix!r}\nthere are {layers[:300]}")
+
+
+def load_another_run(state, world, layout, owns):
+    """Load the newest checkpoint that was asked for; return where it came from. Call on every rank."""
+    opts = state.opts
+    source = opts.fork or opts.resume
+    choices = [choice for choice in checkpoints(Path(source)) if opts.at in (0, choice[0])]
+    other = load_newest(world, layout, "", choices, owns)
+    if not other.facts:
+        raise UserError(
+            f"{source}: no whole checkpoint of {f'step {opts.at}' if opts.at else 'any step'}\n"
+            f"python -m common.checkpoint {source} says why",
+            code=2 if opts.at else 3,
+        )
+    state.load(other.facts, layout.remembered)
+    take_over(state, world, other.facts, [], [], owns)
+    return Loaded(source)
+
+
+# of a loop of one's own: a function that returns its net asks for nothing
+NOT_KNOWN: dict[str, Any] = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}
+
+
+def load(run: str | Path, which: str | int, model: str) -> nn.Module:
+    """See common.models.load."""
+    weights, facts = weights_of(Path(run), which)
+    data = facts["data"] or NOT_KNOWN
+    if not (facts["data"] or model):
+        raise UserError(
+            f"{run} was trained by a script of its own, which builds the net\n"
+            f"name a function that returns that net: load({str(run)!r}, model='PATH/file.py:function')"
+        )
+    own = {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
+    given = read_options(run)
+    if model:
+        given["model"] = model
+    else:
+        refuse_foreign_code(run, {"model": given["model"]})
+    opts = Options(**given | own)
+    net = build_model(opts, DataFacts(**data | {"sample_shape": tuple(data["sample_shape"])}))
+    net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
+    return net.eval()

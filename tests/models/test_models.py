@@ -7,8 +7,8 @@ from refusals import refusal
 from samples import Facts
 from torch import nn
 
-from common.extras.flags import torchvision_models
-from common.extras.own_net import check_net
+from common.extras.own_data import check_net
+from common.extras.rules import torchvision_models
 from common.models import build_model
 from common.models.nets import MaxPool
 from common.options import MODELS, Options
