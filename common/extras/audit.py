@@ -5,15 +5,14 @@ an undisturbed run would have used, from (n, seed, global batch size) alone; bot
 """
 
 from array import array
-from collections import Counter
-from heapq import heappop, heappush
-from pathlib import Path
+from collections import Counter, defaultdict
+from functools import partial
 
 from common.errors import UserError
-from common.ledger import Record, lives_of, named, read
+from common.ledger import lives_of, named, read
 
 
-def audit(*run_dirs: Path) -> Record:
+def audit(*run_dirs):
     """Return missed and repeated samples, lost and redone steps, of the lives that lead to the last step.
 
     Lost: a rank had done the step, but the next life resumed before it. Redone: each time a step was made
@@ -50,8 +49,7 @@ def _follow(lives, folders):
 
     A step that a later life has made again counts as that life made it.
     """
-    ids = {}
-    newest = []  # a heap of those steps, each as -step
+    ids = defaultdict(partial(array, "q"))  # 8 bytes a sample
     whole = set()
     made = Counter()  # how often each step was made
     reached = 0
@@ -60,8 +58,7 @@ def _follow(lives, folders):
         life = events[0]
         resumed = life["step"]
         lost += max(0, reached - resumed)
-        while newest and -newest[0] > resumed:
-            step = -heappop(newest)
+        for step in [step for step in ids if step > resumed]:
             del ids[step]
             whole.discard(step)
         ranks = Counter()  # that noted each step
@@ -72,9 +69,6 @@ def _follow(lives, folders):
                 ends.append(step)
             else:
                 ranks[step] += 1
-                if step not in ids:
-                    ids[step] = array("q")  # 8 bytes a sample
-                    heappush(newest, -step)
                 ids[step].extend(note["ids"])
         whole.update(step for step in ranks if ranks[step] >= life["world"])
         if events is not lives[-1]:

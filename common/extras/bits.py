@@ -30,25 +30,19 @@ import itertools
 import math
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from common.data import Batch
 from common.device import is_gpu, mark, module_of, wait_by_polling
 from common.errors import UserError
-from common.options import Options, extra
+from common.options import extra
 from common.sampler import hash_seed, share
-from common.training import Gradient, TrainState
-from common.world import World
-
-ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
+from common.training import Gradient
 
 
-def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[..., "SliceGradient"]:
+def gradient_of_slices(net, opts, world):
     """Return what makes the gradient of (batch, state, world, split) with --virtual-ranks."""
     refuse_dropout_of_cudnn(net, world.device)
     slices = Slices(net, world, opts.virtual_ranks)
@@ -56,7 +50,7 @@ def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[
     return functools.partial(kind, slices)
 
 
-def refuse_dropout_of_cudnn(net: nn.Module, device: torch.device) -> None:
+def refuse_dropout_of_cudnn(net, device):
     """UserError for draws that no seed sets."""
     if is_gpu(device) and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
         raise UserError(
@@ -69,7 +63,7 @@ def refuse_dropout_of_cudnn(net: nn.Module, device: torch.device) -> None:
 class SliceGradient(Gradient):
     """A gradient whose pieces are slices. Each is computed as if it were alone, on whichever rank."""
 
-    def __init__(self, slices: "Slices", batch: Batch, state: TrainState, world: World, split: Any) -> None:
+    def __init__(self, slices, batch, state, world, split):
         super().__init__(None, batch, state, world, split, numbers=slices.own)
         self.slices = slices
 
@@ -79,7 +73,7 @@ class SliceGradient(Gradient):
         self.state.statistics.reset()
         self._seed()
 
-    def _backward(self, loss: Tensor, totals: Tensor) -> None:
+    def _backward(self, loss, totals):
         if self.is_first:
             self.slices.begin(self.state, totals, self.counts_samples)
         if self.ids:
@@ -90,7 +84,7 @@ class SliceGradient(Gradient):
     def _take(self, gradient):
         self.slices.add(self.number, gradient)
 
-    def finish(self) -> Tensor:
+    def finish(self):
         """Average over the ranks; returns the totals of all on rank 0, as callers add those of the ranks."""
         totals = self.slices.finish()
         self._end_mean(totals[1], lambda total: total)
@@ -108,21 +102,20 @@ class Slices:
         self.count = slices
         self.own = share(slices, world.rank, world.size)
         self.params = [p for p in net.parameters() if p.requires_grad]
-        self.sums = []
+        self.tensors = []  # the weights, then the tail
+        self.alike = defaultdict(list)  # places of tensors among these, by their type and device
 
     def begin(self, state, totals, counts_samples):
         """Begin a step with so many totals; the buffers are those of the last one."""
         self.statistics = state.statistics
-        if not self.sums:
+        if not self.tensors:
             exact = not counts_samples or torch.float64 in self.statistics.kinds
             kind = torch.float64 if exact else torch.float32
             size = self.statistics.numel + len(totals)
             self.tail = torch.empty(size, dtype=kind, device=totals.device)
             self.tensors = [*self.params, self.tail]
-            places = defaultdict(list)
             for i, tensor in enumerate(self.tensors):
-                places[tensor.dtype, tensor.device].append(i)
-            self.sums = [Sum(alike, self.tensors, self.world, self.count) for alike in places.values()]
+                self.alike[tensor.dtype, tensor.device].append(i)
         self.rows = []  # gradients of the subtrees that wait for their other halves
         self.next = self.own.start
         state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
@@ -160,56 +153,45 @@ class Slices:
     def finish(self):
         """Leave the sum of all slices in `.grad`, updates buffers; returns the totals."""
         self._skip_to(self.own.stop)
-        for sum_of_kind in self.sums:
-            sum_of_kind.end(self.rows)
+        for places in self.alike.values():
+            members, *rows = ([row[i] for i in places] for row in (self.tensors, *self.rows))
+            end_tree(members, rows, self.world, self.count)
         self.rows = []
         self.statistics.apply(self.tail.grad[: self.statistics.numel])
         return self.tail.grad[self.statistics.numel :].double()
 
 
-class Sum:
-    """The sum of gradients of one type, on one device: each rank ends the tree for its part of it."""
+def end_tree(members, rows, world, slices):
+    """Leave the sum of all ranks' rows in `.grad` of each member; None where no slice has used it.
 
-    def __init__(self, places, tensors, world, slices):
-        self.places = places  # of these among all tensors
-        self.members = [tensors[i] for i in places]
-        self.world = world
-        self.rows_of, self.order = tree_of(slices, world.size)
-        first = self.members[0].detach()
-        align = ALIGN_BYTES // first.element_size()
-        sizes = [-(-tensor.numel() // align) * align for tensor in self.members]
-        part = -(-sum(sizes) // (align * world.size)) * align
-        self.flat = first.new_zeros(self.rows_of[world.rank], world.size, part)  # the rows to send
-        self.starts = [*itertools.accumulate(sizes[:-1], initial=0)]
-        self.views = []  # parts of each row, as the members lie in memory: fused optimizers need that
-        for row in self.flat:
-            places = [row.storage_offset() + start for start in self.starts]
-            parts = zip(self.members, places, strict=True)
-            self.views.append([row.as_strided(t.shape, t.stride(), place) for t, place in parts])
-        self.taken = first.new_empty(sum(self.rows_of), part)
+    The members are of one type, on one device; each rank ends the tree for its part of all their numbers.
+    """
+    rows_of, order = tree_of(slices, world.size)
+    sizes = [tensor.numel() for tensor in members]
+    pad = rows[0][0].new_zeros(-sum(sizes) % world.size)
+    flat = torch.cat([part.flatten() for row in rows for part in (*row, pad)])
+    parts = flat.view(len(rows), world.size, -1).transpose(0, 1).flatten(0, 1)
+    if world.size > 1:
+        taken = parts.new_empty(sum(rows_of), parts.shape[1])
+        move(dist.all_to_all_single, taken, parts, rows_of, [len(rows)] * world.size)
+        parts = taken
+    for i, j in order:
+        parts[i] += parts[j]
+    total = parts[0]
+    if world.size > 1:
+        total = parts.new_empty(parts.shape[1] * world.size)
+        move(dist.all_gather_into_tensor, total, parts[0])
+    firsts = total[[*itertools.accumulate(sizes[:-1], initial=0)]].tolist()
+    for tensor, part, first in zip(members, total[: sum(sizes)].split(sizes), firsts, strict=True):
+        unused = tensor.requires_grad and is_missing(first)  # the tail is always there
+        # as the weight lies in memory: fused optimizers need that
+        tensor.grad = None if unused else torch.empty_like(tensor).copy_(part.view(tensor.shape))
 
-    def end(self, rows):
-        """End the tree, and leave the sum in `.grad` of each member; None where no slice has used it."""
-        for views, row in zip(self.views, rows, strict=True):
-            torch._foreach_copy_(views, [row[i] for i in self.places])
-        parts = self.flat.transpose(0, 1).flatten(0, 1)  # a copy only if there are several rows
-        if self.world.size > 1:
-            sizes = [len(self.flat)] * self.world.size
-            self._move(dist.all_to_all_single, self.taken, parts, self.rows_of, sizes)
-            parts = self.taken
-        for i, j in self.order:
-            parts[i] += parts[j]
-        result = self.flat[0].view(-1)
-        if self.world.size > 1:
-            self._move(dist.all_gather_into_tensor, result, parts[0])
-        firsts = result[self.starts].tolist()
-        for tensor, total, first in zip(self.members, self.views[0], firsts, strict=True):
-            unused = tensor.requires_grad and is_missing(first)  # the tail is always there
-            tensor.grad = None if unused else total
 
-    def _move(self, collective, *how):
-        collective(*how)
-        wait_by_polling(mark(self.flat.device))  # here: behind it a launch would wait for a dead peer
+def move(collective, result, *how):
+    """Call a collective, and wait here: behind it a launch would wait for a dead peer."""
+    collective(result, *how)
+    wait_by_polling(mark(result.device))
 
 
 def is_missing(first):
@@ -265,7 +247,7 @@ def tree_of(slices, ranks):
 
 
 # ---- what decides the bits besides the options: recorded, compared at every start -----------------------
-def facts(device: torch.device) -> dict[str, str | int]:
+def facts(device):
     """Return {what it is: value} for options.json."""
     processor = torch.backends.cpu.get_cpu_capability()
     if is_gpu(device):

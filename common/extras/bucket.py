@@ -15,7 +15,6 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from queue import Queue
-from typing import Any
 
 from fsspec.core import url_to_fs
 
@@ -33,7 +32,7 @@ END_SECONDS = 600.0  # an ending process waits no longer; its launcher may allow
 class Bucket:
     """What lies at a URL, as this rank copies to it what `saver` has written to the disk."""
 
-    def __init__(self, url: str, saver: Any) -> None:
+    def __init__(self, url, saver):
         with blamed(f"--copy-to {url}", "pip install what reaches it, as s3fs or gcsfs, or give another URL"):
             self.files, self.root = url_to_fs(url, use_listings_cache=False)
         self.url = url
@@ -41,16 +40,16 @@ class Bucket:
         self.writer = saver.writer
         self.disk = self.writer.root.parent
         self.error = ""  # of the last copy
-        self.jobs: Queue[tuple[str, ...]] = Queue()
+        self.jobs = Queue()
         threading.Thread(target=self._work, daemon=True, name="bucket").start()
 
     # ---- from the disk ----
-    def follow(self, *gone: str) -> None:
+    def follow(self, *gone):
         """Lets the thread delete what is `gone`, and copy the newest checkpoint and the logs."""
         if gone or self.jobs.empty():  # one that waits will see the newest, too
             self.jobs.put(gone)
 
-    def end(self, *gone: str) -> None:
+    def end(self, *gone):
         """The last copy of this process: waits for it, and says what became of it."""
         say(f"copying the newest checkpoint to {self.url}")
         self.follow(*gone)
@@ -134,7 +133,7 @@ class Bucket:
         return target
 
     # ---- to the disk ----
-    def fetch(self) -> None:
+    def fetch(self):
         """Brings the newest checkpoint that verifies, the best one and the logs to a folder without any.
 
         UserError if none verifies, or if nobody knows: the bucket is away.

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from common.data import DECIDING, PRELOADED, Samples, data_of, load_data
 from common.errors import UserError, blamed
-from common.options import Options
 from common.sampler import MASK32, hash_seed, mix
 
 SEED = 20240711  # of the data, not of a run: every run trains on the same numbers
+BLOCK_TOKENS = 2**15  # that are hashed together when a run starts,
+BLOCKS = 256  # at so many places of a file
 
 
 # ---- sentiment ----
@@ -52,7 +53,7 @@ def random_numbers(opts):
 
 
 # ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----
-def uniforms(ids: list[int] | Tensor, seed: int, epoch: int) -> Tensor:
+def uniforms(ids, seed, epoch):
     """Return float32 [len(ids)] in [0, 1): a pure function of (seed, epoch, id)."""
     ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
     low, high = [hash_seed("uniform", seed, epoch, 0, half) for half in range(2)]
@@ -169,12 +170,6 @@ def windows(train, test, opts, vocab, move=False):
     return data_of(opts, samples, Windows(test, opts, vocab), vocab, vocab)
 
 
-BLOCK_TOKENS = 2**15  # that are hashed together when a run starts,
-
-
-BLOCKS = 256  # at so many places of a file
-
-
 class Windows(Samples):
     """Sample i is tokens i*L to i*L+L of a file; its target is the L tokens that begin one later.
 
@@ -227,7 +222,7 @@ def refuse_unshifted(batch, name):
                 )
 
 
-def preload(opts: Options) -> None:
+def preload(opts):
     """Open a dataset of this project, and hash it, for all processes that will be forked from this one.
 
     A life then begins with it: drawing `digits` takes half a second. Threads do not survive a fork, so none

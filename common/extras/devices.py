@@ -1,6 +1,5 @@
 """Several devices of one process: a batch over all of them (nn.DataParallel), copies of a GPU."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -11,15 +10,10 @@ from torch.nn.parallel import DataParallel
 from common.data import leaves, map_tensors
 from common.device import devices_of, is_gpu
 from common.errors import UserError
-from common.options import Options
-from common.place import Place
 from common.training import autocast, on_device
-from common.world import World
 
 
-def named_devices(
-    opts: Options, seen: Sequence[torch.device], place: Place, placed: Sequence[torch.device]
-) -> tuple[torch.device, ...]:
+def named_devices(opts, seen, place, placed):
     """Return the devices on which a net lies already, or those that --devices names of what is seen."""
     if placed:
         if opts.devices:
@@ -37,7 +31,7 @@ def named_devices(
     return tuple(known[name] for name in names)
 
 
-def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
+def replicate(net, opts, world):
     """Put the net on all devices of this process, in each forward anew: they share the batch."""
     if len(world.devices) == 1 or len(devices_of(net)) > 1:
         return on_device(net, opts, world)

@@ -1,16 +1,14 @@
 """A user's own data, net and optimizer: what functions in files return, or Elastic was given."""
 
 import inspect
-import operator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import default_collate
 
-from common.data import DataFacts, Samples, data_of, is_picture, leaves, map_tensors, whole_targets
+from common.data import Samples, data_of, is_picture, leaves, map_tensors, whole_targets
 from common.errors import UserError, blamed, one_line, warn
 from common.extras.own_files import call_user
-from common.options import Options
 from common.sampler import seeded
 from common.training import parts_of
 
@@ -45,7 +43,7 @@ def returned_data(opts):
     return data_of(opts, train, test, classes, vocab, getattr(train, "fingerprint", ""))
 
 
-def as_input(x: Tensor) -> Tensor:
+def as_input(x):
     """Return the tensor as a net accepts it: pictures become 0..1, other numbers float32, indices int64."""
     if is_picture(x):
         return x.float().div_(255)
@@ -63,9 +61,7 @@ def end_of(*numbers):
 
 def count_of(names):
     """Count these names; a number is a count already."""
-    if hasattr(names, "__len__"):
-        return len(names)
-    return None if names is None else operator.index(names)
+    return len(names) if hasattr(names, "__len__") else names
 
 
 def inherited(dataset, name):
@@ -139,14 +135,14 @@ class DatasetSamples(Samples):
         return " ".join(sizes).encode()
 
 
-def own_net(opts: Options, data: DataFacts) -> nn.Module:
+def own_net(opts, data):
     """Return what the function of --model builds, on the CPU; ready to be saved."""
     net = call_user(opts.model, opts, data).cpu()
     check_net(net, opts.model)
     return net
 
 
-def check_net(net: nn.Module, name: str) -> None:
+def check_net(net, name):
     """Refuse a net whose checkpoints would lack something."""
     for tensor in [*net.parameters(), *net.buffers()]:
         if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
@@ -160,7 +156,7 @@ def check_net(net: nn.Module, name: str) -> None:
             )
 
 
-def own_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
+def own_optimizer(net, opts):
     """Return it at the rate of --lr; UserError if it is none, or has another rate that is not usual."""
     flag = f"--optimizer {opts.optimizer}"
     optimizer = call_user(opts.optimizer, net, opts, first=True)

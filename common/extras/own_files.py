@@ -10,7 +10,6 @@ import sys
 import zlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from common.errors import UserError, blamed
 from common.options import (
@@ -23,10 +22,12 @@ from common.options import (
     read_run,
     text_of,
 )
-from common.sealed import Facts, marked, own_key
+from common.sealed import marked, own_key
+
+NOT_INHERITED = {"resume", "max_steps", "eval_only"}  # by a fork
 
 
-def call_user(place: str, *arguments: object, first: bool = False) -> Any:
+def call_user(place, *arguments, first=False):
     """Call a user's function with the last of `arguments`, as many as it requires; with `first`, the first.
 
     Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
@@ -43,7 +44,7 @@ def call_user(place: str, *arguments: object, first: bool = False) -> Any:
 
 
 @functools.cache
-def load_file(path: Path) -> ModuleType:
+def load_file(path):
     """Import the module in a file, once in this process; it can import files of its own folder."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: it must not hide common or the standard library
@@ -71,7 +72,7 @@ def refuse_other_neighbours(path):
             )
 
 
-def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:
+def refuse_foreign_code(run_dir, flags):
     """Refuse these flags of a run if they name a file, unless this user has begun the run with it.
 
     Even then one in its folder, or of another user than us and root, may be a stranger's.
@@ -89,13 +90,10 @@ def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:
             )
 
 
-def is_marked(value: Facts) -> bool:
+def is_marked(value):
     """Return whether this user has marked the object."""
     rest = {name: part for name, part in value.items() if name != "mark"}
     return own_key() != b"" and marked(rest) == value
-
-
-NOT_INHERITED = {"resume", "max_steps", "eval_only"}
 
 
 def inherited(given, script):

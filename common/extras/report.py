@@ -19,7 +19,7 @@ from statistics import median
 from common.errors import CONTROL, UserError
 from common.extras.audit import audit
 from common.extras.command import parser_of, run_command
-from common.ledger import Record, deaths_of, lives_of, named, read
+from common.ledger import deaths_of, lives_of, named, read
 from common.options import read_options
 from common.place import start_of
 
@@ -153,23 +153,21 @@ def print_audit(runs):
 
 
 # ---- the numbers ----
-def summarize(run_dir: Path) -> Record:
+def summarize(run_dir):
     """Return how the run is now, its lives, deaths, saves, rescues, buckets, and goodput.
 
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
     """
     lives = lives_of(run_dir)
-    kept = [math.inf]  # of each life the newest step that later lives do not make again
-    for events in reversed(lives[1:]):
-        kept.insert(0, min(kept[0], events[0]["step"]))
-    facts: Record = {"version": 1, "lives": [], "deaths": [], "saves": [], "rescues": []}
+    facts = {"version": 1, "lives": [], "deaths": [], "saves": [], "rescues": []}
     accounted = lives[0][0]["began"]
-    job = lives[0][0]["job"]
-    for events, last in zip(lives, kept, strict=True):
+    for i, events in enumerate(lives):
         life = events[0]
-        seconds = account(events, accounted, last, "down" if life["job"] == job else "paused")
+        same_job = life.get("job") == lives[max(0, i - 1)][0].get("job")
+        # later lives make the steps after this one again
+        kept = min((later[0]["step"] for later in lives[i + 1 :]), default=math.inf)
+        seconds = account(events, accounted, kept, "down" if same_job else "paused")
         accounted += sum(seconds.values())
-        job = life["job"]
         reached = max(event["step"] for event in named(events, "life", "save", "rescue", "steps"))
         facts["lives"].append(life | {"reached": reached, "buckets": seconds})
         facts["deaths"] += deaths_of(events, over=events is not lives[-1])

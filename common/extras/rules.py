@@ -6,14 +6,12 @@ flag that has a rule (FIRST_RUN in options/parser.py).
 
 import ast
 import os
-from collections.abc import Collection, Container
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError, blamed, did_you_mean
-from common.options import DATASETS, FLAGS, Options, extra, flag_of
+from common.options import DATASETS, FLAGS, extra, flag_of
 from common.place import meeting_variables
 
 CLASHES = (  # the first cannot take effect with the second, because ...
@@ -41,7 +39,7 @@ CLASHES = (  # the first cannot take effect with the second, because ...
 )
 
 
-def check_flags(opts: Options, world: int) -> None:
+def check_flags(opts, world):
     """Refuse flags that contradict each other or cannot take effect; a `world` of 0 is not known yet."""
     check_arguments(opts, world)
     if opts.optimizer_args:
@@ -55,7 +53,7 @@ def check_flags(opts: Options, world: int) -> None:
         raise UserError(f"--lr {opts.lr} is not above --min-lr {opts.min_lr}\nraise --lr{lower}")
 
 
-def check_arguments(opts: Options, world: int) -> None:
+def check_arguments(opts, world):
     """Refuse what contradicts each other, this world, or this machine's files, also in Elastic(...)."""
     for flag, other, why in CLASHES:
         if is_given(flag, opts) and is_given(other, opts):
@@ -115,7 +113,7 @@ MEANT = {  # by flags that others have
 GONE = {"--stages", "--shard", "--recompute"}  # flags of a net in parts
 
 
-def check_name(option: str, name: str, known: Collection[str]) -> None:
+def check_name(option, name, known):
     """Refuse a name of this option that is not among the known ones, or a file that is not there."""
     if ".py" in name:
         path = name.rpartition(":")[0]
@@ -136,7 +134,7 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
         )
 
 
-def torchvision_models() -> list[str]:
+def torchvision_models():
     """Return the names; none if torchvision is not there."""
     with suppress(ImportError):
         from torchvision import models
@@ -145,7 +143,7 @@ def torchvision_models() -> list[str]:
     return []
 
 
-def refuse_flag(word: str, script: str) -> None:
+def refuse_flag(word, script):
     """Refuse a flag that a script lacks."""
     flag = word.partition("=")[0]
     if flag in FLAGS:
@@ -161,7 +159,7 @@ def refuse_flag(word: str, script: str) -> None:
     raise UserError(f"unknown argument {word!r}{hint}\nsee {script} --help")
 
 
-def refuse_to_meet(siblings: str) -> None:
+def refuse_to_meet(siblings):
     """Refuse a process that has siblings which it does not know of, or else cannot meet the others."""
     if siblings:
         raise UserError(
@@ -175,7 +173,7 @@ def refuse_to_meet(siblings: str) -> None:
     )
 
 
-def keywords(text: str, besides: Container[str] = ()) -> dict[str, Any]:
+def keywords(text, besides=()):
     """Read {name: value} from the text `name=value,name=value`; none may be `besides`, by a flag."""
     with blamed(f"--optimizer-args {text!r}", "write eps=1e-6,amsgrad=True"):
         call = ast.parse(f"f({text})", mode="eval").body

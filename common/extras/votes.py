@@ -7,16 +7,12 @@ are. With --virtual-ranks the gradient of a slice has the same bits on every ran
 import socket
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
-from torch import Tensor
-
-from common.data import Batch, batches
+from common.data import batches
 from common.errors import UserError
-from common.extras.bits import SliceGradient, Slices
+from common.extras.bits import SliceGradient
 from common.sampler import ElasticSampler, hash_seed
-from common.training import TrainState
-from common.world import World, fingerprint_of, gather
+from common.world import fingerprint_of, gather
 
 
 class VotedGradient(SliceGradient):
@@ -25,16 +21,16 @@ class VotedGradient(SliceGradient):
     Twice, because of two ranks with other bits it is the one that computes something else the second time.
     """
 
-    def __init__(self, slices: Slices, batch: Batch, state: TrainState, world: World, split: Any) -> None:
+    def __init__(self, slices, batch, state, world, split):
         super().__init__(slices, batch, state, world, split)
         self.own = sum(bool(ids) for _, ids, _ in self.parts)  # slices that are left to be added
-        self.bits: list[int] = []  # of the slice that all compute
+        self.bits = []  # of the slice that all compute
         if (state.progress.step + 1) % state.opts.cross_check == 0:
             part = drawn_slice(split, state)
             if part[1]:
                 self.parts += [part, part]
 
-    def add(self, loss: Tensor | dict, count: float | Tensor | None = None) -> None:
+    def add(self, loss, count=None):
         super().add(loss, count)
         if self.is_last and self.bits:
             self.odd = self._vote()

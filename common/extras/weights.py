@@ -4,11 +4,9 @@
 
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from common.checkpoint import checkpoints, facts_of
 from common.data import DataFacts
@@ -18,6 +16,9 @@ from common.extras.own_files import refuse_foreign_code
 from common.models import build_model
 from common.options import Options, read_options
 from common.store import Loaded, load_newest, take_over
+
+# of a loop of one's own: a function that returns its net asks for nothing
+NOT_KNOWN = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}
 
 
 @torch.no_grad()
@@ -82,36 +83,30 @@ def read_weights(path):
 def freeze(net, opts):
     """Put the net into training mode, but for frozen weights (--freeze) and their modules.
 
-    These stay in evaluation mode: their BatchNorm uses the statistics it has, and their dropout is off.
+    These stay in evaluation mode, as what a net's own function has frozen and put there: their BatchNorm uses
+    the statistics it has, and their dropout is off.
     """
-    train_but_for_frozen_parts(net)  # first, as a net may freeze parts of itself in train()
+    still = [module for module in net.modules() if not module.training and is_frozen(module)]
+    net.train()  # first, as a net may freeze parts of itself there
     prefixes = opts.freeze
     check_prefixes("--freeze", prefixes, [name for name, _ in net.named_parameters()])
     for name, parameter in net.named_parameters():
         if name.startswith(prefixes):
             parameter.requires_grad_(False)
-    for name, module in net.named_modules():
-        if name and f"{name}.".startswith(prefixes):
-            stay_in_evaluation(module)
-    if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
+    still += [module for name, module in net.named_modules() if name and f"{name}.".startswith(prefixes)]
+    for module in still:
+        module.eval()
+    if not opts.eval_only and is_frozen(net):
         raise UserError(
             f"model {opts.model}: no weight of it trains\n"
             "give it weights with requires_grad, or --freeze fewer"
         )
 
 
-def train_but_for_frozen_parts(net):
-    """Put the net into training mode, but for parts that its function has frozen and put into evaluation."""
-    for module in net.modules():
-        trains = [p.requires_grad for p in module.parameters()]
-        if trains and not any(trains) and not module.training:
-            stay_in_evaluation(module)
-    net.train()
-
-
-def stay_in_evaluation(module: nn.Module) -> None:
-    """Put a module into evaluation mode for good: its train(), which net.train() calls, does nothing then."""
-    module.eval().train = lambda mode=True: module
+def is_frozen(module):
+    """Return whether it has weights, and none of them trains."""
+    trains = {p.requires_grad for p in module.parameters()}
+    return trains == {False}
 
 
 def check_prefixes(flag, prefixes, names):
@@ -139,11 +134,7 @@ def load_another_run(state, world, layout, owns):
     return Loaded(source)
 
 
-# of a loop of one's own: a function that returns its net asks for nothing
-NOT_KNOWN: dict[str, Any] = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}
-
-
-def load(run: str | Path, which: str | int, model: str) -> nn.Module:
+def load(run, which, model):
     """See common.models.load."""
     weights, facts = weights_of(Path(run), which)
     data = facts["data"] or NOT_KNOWN

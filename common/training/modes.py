@@ -4,6 +4,8 @@ Both call the net's own `train()` and `eval()`, as a loop by hand does: a LoRA m
 a part of itself in evaluation mode, or change a number of its own.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -35,12 +37,14 @@ class Modes:
 
 
 class Snapshot:
-    """The buffers as they were before it, and the weights of layers that may merge them, as a LoRA."""
+    """The buffers as they were before it, some weights, and those of layers that merge them, as a LoRA."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, weights: Iterable[nn.Parameter]) -> None:
         self.net = net
         merging = [module for module in net.modules() if own(module, "train") or own(module, "eval")]
-        self.weights = {p: p.detach().clone() for module in merging for p in module.parameters()}
+        for module in merging:
+            weights = [*weights, *module.parameters()]
+        self.weights = {p: p.detach().clone() for p in weights}
         self.buffers = [
             (module._buffers, name, buffer.clone())
             for module in net.modules()

@@ -14,7 +14,7 @@ Not stored is what follows from (options, step): order, learning rate, draws of 
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -228,21 +228,21 @@ class TrainState:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Lend the net its averages, in evaluation mode; nothing of it is left, no checkpoint has it."""
-        with self.averages.in_the_net() if self.averages else nullcontext():
-            outside = self.own
+        with self.changing():
+            before = Snapshot(self.net, self.names if self.averages else ())
+            self.own = before.weights
+            if self.averages:
+                self.averages.lend()
+            before.eval()
+        try:
+            yield
+        finally:
             with self.changing():
-                before = Snapshot(self.net)
-                self.own = before.weights | outside
-                before.eval()
-            try:
-                yield
-            finally:
-                with self.changing():
-                    self.modes.train()
-                    before.put_back()
-                    self.own = outside
-                if before.weights:  # counted as changes, though they were undone
-                    self.note_versions()
+                self.modes.train()
+                before.put_back()
+                self.own = {}
+            if before.weights:  # counted as changes, though they were undone
+                self.note_versions()
 
     # ---- between two steps: torch counts each change of a tensor in place ----
     def note_versions(self) -> None:

@@ -58,14 +58,14 @@ def live(world, norm, own, flags):
     with fake_gpu() as made:
         net = made(lambda: net_of(norm()))
         x, y = torch.randn(8, 6), torch.arange(8) % 3
-        task = OwnTask(loss, [], spec="own") if own else None
+        task = OwnTask(loss, "--task own") if own else None
         steps = Steps(net, opts, world, task=task)
         state = steps.state
         totals = steps.step(share_of(x, y, opts))
         state.note(totals)
         evaluate(steps.model, Samples(x, y), state, world, state.task)
         assert net[0].weight.is_cuda and totals.is_cuda
-        judge = OwnTask(lambda *given: {"loss": (1.0, 8), "hits": loss(*given)["acc"]}, [], spec="judge")
+        judge = OwnTask(lambda *given: {"loss": (1.0, 8), "hits": loss(*given)["acc"]}, "the judge")
         evaluate(steps.model, Samples(x, y), state, world, judge)
 
 
@@ -165,7 +165,7 @@ def test_a_net_is_cut_from_the_host_and_no_device_ever_has_all_of_it():
             model = cut(net, Options(script="mp", balance="3,1"), replace(world, devices=GPUS))
             return seen, model.describe()
 
-    found = (["cuda:0"] * 3 + ["cuda:1"], ["cuda:0: 0, 1, 2", "cuda:1: 3"])
+    found = (["cuda:0", "cuda:1"], ["cuda:0: 0, 1, 2", "cuda:1: 3"])
     assert fork_ranks(1, moves) == [found]
 
 

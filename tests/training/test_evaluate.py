@@ -99,8 +99,8 @@ def test_a_judge_that_returns_nothing_for_one_block_is_told_so():
         if len(batch[0]) == BLOCK:
             return {"acc": (1, 1)}
 
-    with refusal("what --task judge returned"):
-        task = OwnTask(judge, [], spec="judge")
+    with refusal("what the judge returned"):
+        task = OwnTask(judge, "the judge")
         evaluate(net, split_of(BLOCK + 1), state_of(net, Options()), ALONE, task)
 
 
