@@ -1,6 +1,6 @@
 """Datasets as batches: the same numbers at any world size."""
 
-from common.data.loading import DECIDING, PRELOADED, Batch, batches, forward_sizes, load_data, loaded
+from common.data.loading import DECIDING, PRELOADED, Batch, batches, load_data, loaded
 from common.data.samples import (
     Data,
     DataFacts,

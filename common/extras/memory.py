@@ -43,10 +43,6 @@ class Memory:
         for name in names or self.things:
             self.held[name] = map_tensors(lambda t: t.detach().clone(), self.things[name].state_dict())
 
-    def commit_settings(self):
-        """Copy, within a step, what the optimizer has changed: the loop has not come back."""
-        self.commit(OWN)
-
     def tensors(self):
         """Return what was committed, as named tensors."""
         named = {}

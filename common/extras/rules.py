@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from common.errors import UserError, blamed, did_you_mean
-from common.options import DATASETS, FLAGS, extra, flag_of
+from common.options import DATASETS, FLAGS, flag_of
 from common.place import meeting_variables
 
 CLASHES = (  # the first cannot take effect with the second, because ...
@@ -37,13 +37,21 @@ CLASHES = (  # the first cannot take effect with the second, because ...
     ("--init-skip", "--init-from=", "nothing is taken over"),
     ("--init-from", "--resume", "both say where the weights come from"),
 )
+MEANT = {  # by flags that others have
+    "--batch-size": "--global-batch-size, the samples of a step over all processes",
+    "--learning-rate": "--lr",
+    "--precision": "--amp bf16",
+    "--gpus": "torchrun --nproc_per_node=N, which starts a process for each GPU",
+    "--nproc": "torchrun --nproc_per_node=N, before the name of the script",
+}
+GONE = {"--stages", "--shard", "--recompute"}  # flags of a net in parts
 
 
 def check_flags(opts, world):
     """Refuse flags that contradict each other or cannot take effect; a `world` of 0 is not known yet."""
     check_arguments(opts, world)
     if opts.optimizer_args:
-        extra("optimizer_args")(opts.optimizer_args)
+        keywords(opts.optimizer_args)
     of_datasets = {flag for _, flags in DATASETS.values() for flag in flags}
     for flag in map(flag_of, sorted(of_datasets.difference(opts.flags_of_dataset))):
         if is_given(flag, opts):
@@ -101,16 +109,6 @@ def check_files(opts):
                 f"{flag}: {path!r} is not there\n"
                 "give the folder of a checkpoint to --resume, a file of weights to --init-from"
             )
-
-
-MEANT = {  # by flags that others have
-    "--batch-size": "--global-batch-size, the samples of a step over all processes",
-    "--learning-rate": "--lr",
-    "--precision": "--amp bf16",
-    "--gpus": "torchrun --nproc_per_node=N, which starts a process for each GPU",
-    "--nproc": "torchrun --nproc_per_node=N, before the name of the script",
-}
-GONE = {"--stages", "--shard", "--recompute"}  # flags of a net in parts
 
 
 def check_name(option, name, known):

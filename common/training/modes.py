@@ -41,9 +41,9 @@ class Snapshot:
 
     def __init__(self, net: nn.Module, weights: Iterable[nn.Parameter]) -> None:
         self.net = net
-        merging = [module for module in net.modules() if own(module, "train") or own(module, "eval")]
-        for module in merging:
-            weights = [*weights, *module.parameters()]
+        for module in net.modules():
+            if own(module, "train") or own(module, "eval"):
+                weights = [*weights, *module.parameters()]
         self.weights = {p: p.detach().clone() for p in weights}
         self.buffers = [
             (module._buffers, name, buffer.clone())
@@ -51,9 +51,6 @@ class Snapshot:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-
-    def eval(self) -> None:
-        self.net.eval()
 
     @torch.no_grad()
     def put_back(self) -> None:

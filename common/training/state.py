@@ -182,7 +182,7 @@ class TrainState:
             self.averages.update()
         self.statistics.commit()
         if self.memory:
-            self.memory.commit_settings()
+            self.memory.commit("settings")  # of the optimizer: the loop has not come back
         self.progress.count(size)
         self.note_versions()
         self.heartbeat += 1
@@ -233,7 +233,7 @@ class TrainState:
             self.own = before.weights
             if self.averages:
                 self.averages.lend()
-            before.eval()
+            self.net.eval()
         try:
             yield
         finally:
