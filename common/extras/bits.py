@@ -12,10 +12,10 @@ Floating-point addition is not associative: only a fixed tree gives the same bit
 and the world are powers of two, each rank's slices are one subtree, so it sends one sum. No tree does that
 for all divisors: halves and thirds of six slices overlap, and subtrees of one tree never do.
 
-After its last slice every rank ends the tree for its part, and sends the result to all. Collectives only move
-data; additions follow the tree.
+Every rank ends the tree for its part of each bucket, and sends the result to all. Messages only move data;
+additions follow the tree. The last slice sends a bucket as soon as backward has filled it.
 
-    sums of rank 0   [a0 a1 a2]    all_to_all     rank 0 adds a0 b0 c0    all_gather
+    sums of rank 0   [a0 a1 a2]       `send`       rank 0 adds a0 b0 c0       `add`
     sums of rank 1   [b0 b1 b2]   ------------->   rank 1 adds a1 b1 c1   ------------->   the sum, everywhere
     sums of rank 2   [c0 c1 c2]    (a part each)   rank 2 adds a2 b2 c2    (a part each)
 
@@ -28,8 +28,8 @@ leaves never begins so (`gradient_of`).
 import functools
 import itertools
 import math
+import threading
 from bisect import bisect
-from collections import defaultdict
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ from common.errors import UserError
 from common.options import extra
 from common.sampler import hash_seed, share
 from common.training import Gradient
+
+FIRST_BUCKET_BYTES = 1 << 20  # of gradients that are sent together: small, to leave early; as in DDP
+BUCKET_BYTES = 25 << 20  # of the other buckets
 
 
 def gradient_of_slices(net, opts, world):
@@ -78,11 +81,10 @@ class SliceGradient(Gradient):
             self.slices.begin(self.state, totals, self.counts_samples)
         if self.ids:
             size = self.batch.size
-            scaled = self.state.scaler.scale(loss / size)
-            self._take(self.slices.gradient(self.number, len(self.ids) / size, totals, scaled))
+            self._take(len(self.ids) / size, totals, self.state.scaler.scale(loss / size))
 
-    def _take(self, gradient):
-        self.slices.add(self.number, gradient)
+    def _take(self, weight, totals, output):
+        self.slices.add(self.number, weight, totals, output)
 
     def finish(self):
         """Average over the ranks; returns the totals of all on rank 0, as callers add those of the ranks."""
@@ -101,97 +103,177 @@ class Slices:
         self.world = world
         self.count = slices
         self.own = share(slices, world.rank, world.size)
-        self.params = [p for p in net.parameters() if p.requires_grad]
-        self.tensors = []  # the weights, then the tail
-        self.alike = defaultdict(list)  # places of tensors among these, by their type and device
+        self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
+        self.buckets = []
+        self.filling = []  # the buckets that the slice whose backward runs has not filled
+        self.waiting = None  # the weights to which that backward has not come; None while none runs
+        self.turn = threading.Lock()
+        for p in self.params:
+            p.register_post_accumulate_grad_hook(self._ready)
 
     def begin(self, state, totals, counts_samples):
         """Begin a step with so many totals; the buffers are those of the last one."""
         self.statistics = state.statistics
-        if not self.tensors:
+        if not self.buckets:
             exact = not counts_samples or torch.float64 in self.statistics.kinds
             kind = torch.float64 if exact else torch.float32
             size = self.statistics.numel + len(totals)
             self.tail = torch.empty(size, dtype=kind, device=totals.device)
-            self.tensors = [*self.params, self.tail]
-            for i, tensor in enumerate(self.tensors):
-                self.alike[tensor.dtype, tensor.device].append(i)
-        self.rows = []  # gradients of the subtrees that wait for their other halves
+            runs = buckets_of([*self.params, self.tail])
+            self.buckets = [Bucket(members, self.world, self.count) for members in runs]
         self.next = self.own.start
         state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
 
     # ---- this rank's slices -----------------------------------------------------------------------
     def gradient(self, v, weight, totals, output):
-        """Return the gradient of slice v, after its forward: of each weight, then of the tail."""
+        """Return the gradient of slice v alone, after its forward."""
+        self._backward(v, weight, totals, output)
+        return [gradient_of(tensor) for bucket in self.buckets for tensor in bucket.members]
+
+    def _backward(self, v, weight, totals, output):
         moves = self.statistics.moves(weight, v == self.count - 1, self.tail.dtype)
+        self.tail.grad = torch.cat([moves.to(self.tail), totals.to(self.tail)])
         if output.requires_grad:
             output.backward()
-        return [*map(gradient_of, self.params), torch.cat([moves.to(self.tail), totals.to(self.tail)])]
 
-    def add(self, v, gradient):
-        """Add that of slice v; slices that are left out have no samples."""
+    def add(self, v, *how):
+        """Add slice v; slices that are left out have no samples."""
         self._skip_to(v)
-        self._add(gradient)
+        self.filling = [*self.buckets]
+        self.waiting = {*self.params}
+        self._backward(v, *how)
+        self._end_slice()
 
     def _skip_to(self, v):
         """Give slices without samples, up to v, their places in the sum."""
         while self.next < v:
-            self._add([torch.full_like(tensor, -0.0) for tensor in self.tensors])
+            self.filling = [*self.buckets]
+            self._end_slice()
+
+    def _end_slice(self):
+        self.waiting = set()  # what is left is not used by this slice
+        self._collect()
+        self.waiting = None
+        self.next += 1
+
+    def _ready(self, p):
+        """Send, as autograd's hook in the last slice's backward, the buckets that it has filled."""
+        with self.turn:  # autograd has a thread a device
+            if self.waiting is None:  # the backward of one who votes
+                return
+            if p not in self.waiting:
+                raise UserError(
+                    "a weight got its gradient in two parts: --virtual-ranks would send the first alone\n"
+                    "leave the backward to the script, and give torch.utils.checkpoint use_reentrant=False"
+                )
+            self.waiting.remove(p)
+            self._collect()
 
     @torch.no_grad()
-    def _add(self, row):
-        """Add the next slice, and the subtrees that it completes."""
-        for _ in range(carries(self.next, self.own.start)):
-            left = self.rows.pop()
-            torch._foreach_add_(left, row)
-            row = left
-        self.rows.append(row)
-        self.next += 1
+    def _collect(self):
+        """Add up filled buckets, in one order on every rank."""
+        while self.filling and self.waiting.isdisjoint(self.filling[0].members):
+            bucket = self.filling.pop(0)
+            bucket.collect(carries(self.next, self.own.start))
+            if self.next == self.own[-1]:
+                bucket.send()
 
     # ---- the rest of the tree ---------------------------------------------------------------------
     @torch.no_grad()
     def finish(self):
         """Leave the sum of all slices in `.grad`, updates buffers; returns the totals."""
         self._skip_to(self.own.stop)
-        for places in self.alike.values():
-            members, *rows = ([row[i] for i in places] for row in (self.tensors, *self.rows))
-            end_tree(members, rows, self.world, self.count)
-        self.rows = []
-        self.statistics.apply(self.tail.grad[: self.statistics.numel])
-        return self.tail.grad[self.statistics.numel :].double()
+        for bucket in self.buckets:
+            bucket.add()
+        for bucket in self.buckets:
+            bucket.finish()
+        total = gradient_of(self.tail)
+        self.statistics.apply(total[: self.statistics.numel])
+        return total[self.statistics.numel :].double()
 
 
-def end_tree(members, rows, world, slices):
-    """Leave the sum of all ranks' rows in `.grad` of each member; None where no slice has used it.
+class Bucket:
+    """Tensors of one type, on one device, whose gradients are exchanged together.
 
-    The members are of one type, on one device; each rank ends the tree for its part of all their numbers.
+    Each rank ends the tree for its part of all their numbers.
     """
-    rows_of, order = tree_of(slices, world.size)
-    sizes = [tensor.numel() for tensor in members]
-    pad = rows[0][0].new_zeros(-sum(sizes) % world.size)
-    flat = torch.cat([part.flatten() for row in rows for part in (*row, pad)])
-    parts = flat.view(len(rows), world.size, -1).transpose(0, 1).flatten(0, 1)
-    if world.size > 1:
-        taken = parts.new_empty(sum(rows_of), parts.shape[1])
-        move(dist.all_to_all_single, taken, parts, rows_of, [len(rows)] * world.size)
-        parts = taken
-    for i, j in order:
-        parts[i] += parts[j]
-    total = parts[0]
-    if world.size > 1:
-        total = parts.new_empty(parts.shape[1] * world.size)
-        move(dist.all_gather_into_tensor, total, parts[0])
-    firsts = total[[*itertools.accumulate(sizes[:-1], initial=0)]].tolist()
-    for tensor, part, first in zip(members, total[: sum(sizes)].split(sizes), firsts, strict=True):
-        unused = tensor.requires_grad and is_missing(first)  # the tail is always there
-        # as the weight lies in memory: fused optimizers need that
-        tensor.grad = None if unused else torch.empty_like(tensor).copy_(part.view(tensor.shape))
+
+    def __init__(self, members, world, slices):
+        self.members = members
+        self.world = world
+        self.rows = []  # gradients of the subtrees that wait for their other halves
+        self.rows_of, self.order = tree_of(slices, world.size)
+        self.sizes = [tensor.numel() for tensor in members]
+        self.pad = members[0].detach().new_zeros(-sum(self.sizes) % world.size)
+
+    def collect(self, carries):
+        """Add the subtrees that a slice completes."""
+        row = [gradient_of(tensor) for tensor in self.members]
+        for _ in range(carries):
+            left = self.rows.pop()
+            torch._foreach_add_(left, row)
+            row = left
+        self.rows.append(row)
+
+    def send(self):
+        """Begin to send every rank its part of this rank's rows."""
+        flat = torch.cat([part.flatten() for row in self.rows for part in (*row, self.pad)])
+        parts = flat.view(len(self.rows), self.world.size, -1).transpose(0, 1).contiguous()
+        self.rows = []
+        self._exchange(parts, [flat.new_empty(count, parts.shape[2]) for count in self.rows_of])
+
+    def add(self):
+        """End the tree for this rank's part, and begin to send it to all."""
+        sums = [*itertools.chain(*self._taken())]
+        for i, j in self.order:
+            sums[i] += sums[j]
+        self._exchange([sums[0]] * self.world.size, sums[0].new_empty(self.world.size, len(sums[0])))
+
+    def finish(self):
+        """Leave the sum in `.grad` of each member; None where no slice has used it."""
+        total = self._taken().flatten()
+        firsts = total[[*itertools.accumulate(self.sizes[:-1], initial=0)]].tolist()
+        parts = total[: sum(self.sizes)].split(self.sizes)
+        for tensor, part, first in zip(self.members, parts, firsts, strict=True):
+            unused = tensor.requires_grad and is_missing(first)  # the tail is always there
+            # as the weight lies in memory: fused optimizers need that
+            tensor.grad = None if unused else torch.empty_like(tensor).copy_(part.view(tensor.shape))
+
+    def _exchange(self, given, taken):
+        """Begin to give each rank its part, and take theirs: gloo's collectives would copy all of it."""
+        own = self.world.rank
+        taken[own][:] = given[own]
+        self.under_way = given, taken
+        operations = [
+            dist.P2POp(act, part, peer=rank)
+            for act, parts in ((dist.isend, given), (dist.irecv, taken))
+            for rank, part in enumerate(parts)
+            if rank != own
+        ]
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+
+    def _taken(self):
+        """Wait for what is under way, and return it."""
+        for work in self.works:
+            work.wait()
+            wait_by_polling(mark(self.pad.device))
+        return self.under_way[1]
 
 
-def move(collective, result, *how):
-    """Call a collective, and wait here: behind it a launch would wait for a dead peer."""
-    collective(result, *how)
-    wait_by_polling(mark(result.device))
+def buckets_of(tensors):
+    """Return runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
+    runs = []
+    size = 0
+    kind = None
+    for tensor in tensors:
+        limit = BUCKET_BYTES if len(runs) > 1 else FIRST_BUCKET_BYTES
+        if kind != (tensor.dtype, tensor.device) or size >= limit:
+            runs.append([])
+            kind = tensor.dtype, tensor.device
+            size = 0
+        runs[-1].append(tensor)
+        size += tensor.nbytes
+    return runs
 
 
 def is_missing(first):

@@ -35,12 +35,12 @@ class VotedGradient(SliceGradient):
         if self.is_last and self.bits:
             self.odd = self._vote()
 
-    def _take(self, gradient):
+    def _take(self, *how):
         if self.own:
             self.own -= 1
-            super()._take(gradient)
+            super()._take(*how)
         else:
-            self.bits.append(fingerprint_of(gradient))
+            self.bits.append(fingerprint_of(self.slices.gradient(self.number, *how)))
 
     def _vote(self):
         """Return the ranks with other bits than most, in words; nothing if all have the same."""

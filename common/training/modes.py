@@ -40,7 +40,6 @@ class Snapshot:
     """The buffers as they were before it, some weights, and those of layers that merge them, as a LoRA."""
 
     def __init__(self, net: nn.Module, weights: Iterable[nn.Parameter]) -> None:
-        self.net = net
         for module in net.modules():
             if own(module, "train") or own(module, "eval"):
                 weights = [*weights, *module.parameters()]

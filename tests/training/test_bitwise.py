@@ -8,6 +8,7 @@ long form (`pytest -m long`) takes 200 steps and more, and all worlds.
 import json
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,13 @@ import torch
 from jobs import lives, rows
 from ranks import fork_ranks
 from refusals import refusal
-from samples import Facts, Samples, Steps, share_of
+from samples import ALONE, Facts, Samples, Steps, share_of
 
 import common.elastic as house
 import train_ddp
 import train_mp
 from common.errors import guarded
+from common.extras.bits import Slices
 from common.extras.fp16 import Scaler
 from common.extras.rules import check_world
 from common.models import build_model
@@ -275,7 +277,7 @@ def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_non
         slices.begin(steps.state, torch.zeros(2), True)
         for v in slices.own:
             loss = net["w"].sum() - 0.0 * net["used"].sum() * (v == 2)
-            slices.add(v, slices.gradient(v, 0.25, torch.zeros(2), loss))
+            slices.add(v, 0.25, torch.zeros(2), loss)
         slices.finish()
         return [name for name, p in net.items() if p.grad is None]
 
@@ -292,3 +294,33 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
 
     for virtual_ranks in (0, 8):
         assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2
+
+
+def test_buckets_are_sent_in_one_order_whichever_thread_of_autograd_fills_them():
+    """With a net over several devices autograd has a thread a device: in another order sums are swapped."""
+    order = []
+
+    class Noted:
+        def __init__(self, name, weight):
+            self.name = name
+            self.members = [weight]
+
+        def collect(self, carries):
+            if self.name == "A":  # while it is added up, the other device is ready
+                other.start()
+                other.join(0.2)
+
+        def send(self):
+            order.append(self.name)
+
+    net = torch.nn.Linear(2, 2)
+    net(torch.ones(1, 2)).sum().backward()
+    slices = Slices(net, ALONE, 1)
+    buckets = [Noted("A", net.weight), Noted("B", net.bias)]
+    slices.filling = [*buckets]
+    slices.waiting = {net.weight, net.bias}
+    slices.next = 0
+    other = threading.Thread(target=slices._ready, args=(net.bias,))
+    slices._ready(net.weight)
+    other.join()
+    assert order == ["A", "B"]

@@ -9,7 +9,7 @@ from samples import ALONE, state_of
 from torch import nn
 
 from common.errors import UserError
-from common.extras.bits import move
+from common.extras.bits import Bucket
 from common.extras.schedules import learning_rate
 from common.options import Options
 from common.training.statistics import Statistics
@@ -168,7 +168,7 @@ def test_what_comes_from_a_peer_is_asked_for_before_anything_is_launched_behind_
     said = []
     monkeypatch.setattr("common.extras.bits.mark", lambda device: "the event")
     monkeypatch.setattr("common.extras.bits.wait_by_polling", said.append)
-    move(lambda result: said.append("NCCL"), torch.zeros(1))
+    Bucket._taken(Mock(works=[Mock(wait=lambda: said.append("NCCL"))], under_way=("given", "taken")))
     assert said == ["NCCL", "the event"]
 
 

@@ -8,6 +8,7 @@ from ranks import fork_ranks
 from refusals import refusal
 from samples import ALONE, Samples, Steps, share_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from common.errors import blamed
 from common.extras.devices import CpuReplicas, replicate
@@ -200,12 +201,27 @@ def test_a_complex_buffer_stays_what_it_is_and_a_large_counter_counts(slices):
     assert fork_ranks(2, step) == [(True, 2**24 + 2)] * 2
 
 
-def test_a_gradient_that_ranks_would_not_average_whole_is_refused_before_the_update():
+class Flawed(nn.Module):
+    """A weight without a part in the loss; or one with three, each in a backward of its own."""
+
+    def __init__(self, slices):
+        super().__init__()
+        self.first = nn.Linear(6, 3).double()
+        self.inner = nn.Linear(3, 3).double()
+        self.slices = slices
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3 * bool(self.slices)):
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("slices, words", [(0, "finished reduction"), (4, "use_reentrant=False")])
+def test_a_gradient_that_ranks_would_not_average_whole_is_refused_before_the_update(slices, words):
     def live(world):
-        net = nn.Sequential(nn.Linear(6, 3)).double()
-        net[0].idle = nn.Parameter(torch.ones(3, dtype=torch.float64))  # without a part in the loss
-        steps = steps_of(net, world)
-        with refusal("finished reduction"):
+        steps = steps_of(Flawed(slices), world, virtual_ranks=slices)
+        with refusal(words):
             steps.backward(batch_of(16, world.rank, world.size, steps.state.opts))
 
     fork_ranks(2, live)
