@@ -47,20 +47,15 @@ BUCKET_BYTES = 25 << 20  # of the other buckets
 
 def gradient_of_slices(net, opts, world):
     """Return what makes the gradient of (batch, state, world, split) with --virtual-ranks."""
-    refuse_dropout_of_cudnn(net, world.device)
-    slices = Slices(net, world, opts.virtual_ranks)
-    kind = extra("cross_check") if opts.cross_check and world.size > 1 else SliceGradient
-    return functools.partial(kind, slices)
-
-
-def refuse_dropout_of_cudnn(net, device):
-    """UserError for draws that no seed sets."""
-    if is_gpu(device) and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
+    if is_gpu(world.device) and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
         raise UserError(
             "cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
             "--virtual-ranks would have other bits each time\n"
             "put nn.Dropout between RNNs of one layer"
         )
+    slices = Slices(net, world, opts.virtual_ranks)
+    kind = extra("cross_check") if opts.cross_check and world.size > 1 else SliceGradient
+    return functools.partial(kind, slices)
 
 
 class SliceGradient(Gradient):

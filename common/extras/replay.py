@@ -28,14 +28,6 @@ from common.options import read_options
 from common.world import fingerprint_of
 
 HOUSE = Path(__file__).resolve().parents[2]
-QUIET = [
-    "--save-every=0",
-    "--save-seconds=0",
-    "--keep-every=0",
-    "--eval-every=1",
-    "--patience=0",
-    "--no-tensorboard",
-]
 
 
 def _make_again(run, begin, end, folder, nproc, flags):
@@ -54,7 +46,12 @@ def _make_again(run, begin, end, folder, nproc, flags):
         f"--epochs={life['epochs']}",  # a later life may have more
         f"--max-steps={end}",
         f"--run-dir={folder}",
-        *QUIET,
+        "--save-every=0",
+        "--save-seconds=0",
+        "--keep-every=0",
+        "--eval-every=1",
+        "--patience=0",
+        "--no-tensorboard",
     ]
     code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
     if code:

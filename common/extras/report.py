@@ -29,7 +29,6 @@ STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names 
 BUCKETS = ("down", "paused", "start", *STEPPING, "redone", "rescue", "other")
 RECENT = 10  # entries of the clock that the rate and the slow rank are taken from
 SLOW_TIMES = 1.2  # the median: from there on a rank is named
-RUNNING = {"training", "silent", "dead"}  # states of a run that has not ended well
 QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
 
 
@@ -229,7 +228,7 @@ def now(lives):
         state = "training" if heard_s < QUIET_SECONDS else "silent"
     return {
         "state": state,
-        "running": int(state in RUNNING),
+        "running": int(not ends),
         "step": last["step"],
         "last_step_s": time.time() - last["t"],
         "steps_per_s": (last["step"] - first["step"]) / max(1e-3, last["t"] - first["t"]),
