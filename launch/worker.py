@@ -39,7 +39,7 @@ def preload(script: str, module: str, options: dict) -> None:
     extra("own_data")  # of this project as it is now: a change of it changes nothing until the next start
     importlib.import_module("torch._dynamo")  # torch.optim would import it in each process: two seconds
     if options:
-        from common.extras.preload import preload as open_data
+        from common.extras.datasets import preload as open_data
         from common.options import Options
 
         opts = Options(**options)

@@ -5,10 +5,10 @@
     python -m common.checkpoint RUN --best                         # the folder with the best evaluation
     python -m common.checkpoint RUN --best --export w.safetensors  # its weights, averaged with --ema-decay
 
-RUN may also be the folder of one checkpoint. Without --best the newest one is exported.
+RUN may also be the folder of one checkpoint. Without --best the newest one is exported. A FILE that ends in
+.pt is written with torch.save. The last word of --digest is the digest.
 """
 
-import argparse
 import os
 import sys
 from contextlib import suppress
@@ -20,33 +20,17 @@ from safetensors.torch import save_file
 from common.checkpoint.folder import checkpoints
 from common.errors import UserError, say
 from common.extras.chosen import choose, describe, weights_of
-from common.extras.command import run_command
+from common.extras.command import parser_of, run_command
 from common.options import as_imagefolder, read_options
 
 
 def main(arguments):
     """Exit code 0 if a checkpoint is whole, 3 if none is, 2 if there is no such run."""
-    parser = argparse.ArgumentParser(
-        "python -m common.checkpoint",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of one checkpoint")
-    parser.add_argument(
-        "--digest", action="store_true", help="print the newest whole checkpoint; the last word is its digest"
-    )
-    parser.add_argument(
-        "--export",
-        type=Path,
-        metavar="FILE",
-        help="write the weights to FILE.safetensors, or with torch.save to FILE.pt",
-    )
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="of the checkpoint with the best evaluation; alone: print its folder",
-    )
+    parser = parser_of("python -m common.checkpoint", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--digest", action="store_true")
+    parser.add_argument("--best", action="store_true")
+    parser.add_argument("--export", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
     return run_command(lambda: show(asked))
 

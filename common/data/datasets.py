@@ -1,4 +1,4 @@
-"""The dataset of a first run; more by name in extras/datasets.py and extras/text.py.
+"""The dataset of a first run; more by name in extras/datasets.py.
 
 To add one: write a function of the options that returns a Data, and add a line to DATASETS in
 common/options/registry.py, with its flags; each of these is a field of Options. Code that lives elsewhere

@@ -21,7 +21,7 @@ FILES = (
 DECIDING = operator.attrgetter(  # the options from which a dataset of this project follows
     "dataset", "data_dir", "image_size", "augment", "vocab_size", "seed", "task", "bad_samples"
 )
-PRELOADED: dict[tuple, Data] = {}  # by DECIDING(opts): what a launcher has opened, extras/preload.py
+PRELOADED: dict[tuple, Data] = {}  # by DECIDING(opts): what a launcher has opened, extras/datasets.py
 
 
 def load_data(opts: Options, own_sets: tuple[Dataset, Dataset] | None = None) -> Data:

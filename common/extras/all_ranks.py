@@ -1,16 +1,14 @@
 """Numbers and tensors of all ranks, for a loop of one's own: `run.mean`, `run.gather`, differing reports."""
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.errors import UserError, warn
 from common.world import gather
 
 
-def mean(run: Any, value: float | Tensor, count: float | None = None) -> float:
+def mean(run, value, count=None):
     """Return the mean of all ranks' means of `count` things."""
     own = own_samples(run, "mean")
     if own is not None:
@@ -21,7 +19,7 @@ def mean(run: Any, value: float | Tensor, count: float | None = None) -> float:
     return total / weight if weight else math.nan
 
 
-def rows(run: Any, tensor: Tensor) -> Tensor:
+def rows(run, tensor):
     """Return the rows of all ranks, one after the other."""
     own = tensor.detach().to("cpu", copy=True)
     if own_samples(run, "gather") == 0:
@@ -34,17 +32,17 @@ def rows(run: Any, tensor: Tensor) -> Tensor:
     return total.to(tensor.device)
 
 
-def warn_of_other_reports(reports: list[dict[str, Any]]) -> bool:
+def warn_of_other_reports(reports):
     """Warn if two ranks report different numbers of a step, and return whether; rank 0 may report alone."""
     first = reports[0]
     for rank, report in enumerate(reports):
         for name, value in report.items():
             expected = first.get(name)
             same = str(value) == str(expected)  # as nan
-            same = same or expected is not None and math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+            same = same or expected is not None and math.isclose(value, expected, rel_tol=1e-6)
             if report["step"] == first.get("step") and not same:
                 warn(
-                    f"rank 0 reports {name} {first.get(name)}, rank {rank} {value}: rank 0's counts\n"
+                    f"rank 0 reports {name} {expected}, rank {rank} {value}: rank 0's counts\n"
                     "run.mean(value, count) and run.gather(tensor) have those of all ranks"
                 )
                 return True

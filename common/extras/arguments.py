@@ -1,9 +1,7 @@
 """Arguments of Elastic in place of flags: which take effect, and the options that they make."""
 
-from typing import Any
-
 from common.errors import UserError, did_you_mean
-from common.extras.own_net import check_net
+from common.extras.own_data import check_net
 from common.options import Options, begin_life, flag_of, read_arguments
 
 TAKEN = (  # fields of Options that take effect in a script of one's own
@@ -14,7 +12,7 @@ TAKEN = (  # fields of Options that take effect in a script of one's own
 ).split()
 
 
-def options_of(run: Any) -> Options:
+def options_of(run):
     """Return the options of a loop of one's own; the rates are the loop's, unless it has a schedule."""
     begin_life()
     for name in run.given:
@@ -39,7 +37,7 @@ def options_of(run: Any) -> Options:
     return opts
 
 
-def words_of(given: dict[str, Any]) -> list[str]:
+def words_of(given):
     """Return these arguments as the words of a command line, which are read and checked as flags are."""
     words = []
     for name, value in given.items():
@@ -50,7 +48,7 @@ def words_of(given: dict[str, Any]) -> list[str]:
     return words
 
 
-def in_arguments(error: UserError) -> UserError:
+def in_arguments(error):
     """Return the error with names of arguments in place of flags."""
     text = str(error)
     for name in sorted(TAKEN, key=len, reverse=True):  # keep_every before keep

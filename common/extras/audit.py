@@ -5,13 +5,12 @@ an undisturbed run would have used, from (n, seed, global batch size) alone; bot
 """
 
 from array import array
-from collections import Counter
-from heapq import heappop, heappush
-from pathlib import Path
+from collections import Counter, defaultdict
+from functools import partial
 
 from common.errors import UserError
 from common.extras.lives import lives_of, read
-from common.ledger import Lines, Record, named
+from common.ledger import Lines, named
 
 
 class Audit:
@@ -20,18 +19,18 @@ class Audit:
     When one rank has finished a step, all ranks had begun it: the samples of dead ranks are on disk too.
     """
 
-    def __init__(self, run_dir: Path, life: str, rank: int) -> None:
+    def __init__(self, run_dir, life, rank):
         self.lines = Lines(run_dir / "audit" / life / f"rank{rank}.jsonl")
 
-    def begin(self, step: int, ids: list[int]) -> None:
+    def begin(self, step, ids):
         self.lines.append({"event": "begin", "step": step, "ids": ids})
 
-    def done(self, step: int) -> None:
+    def done(self, step):
         """Note the newest whole step: a GPU may end it late, and then it is noted twice."""
         self.lines.append({"event": "done", "step": step})
 
 
-def audit(*run_dirs: Path) -> Record:
+def audit(*run_dirs):
     """Return missed and repeated samples, lost and redone steps, of the lives that lead to the last step.
 
     Lost: a rank had done the step, but the next life resumed before it. Redone: each time a step was made
@@ -68,8 +67,7 @@ def _follow(lives, folders):
 
     A step that a later life has made again counts as that life made it.
     """
-    ids = {}
-    newest = []  # a heap of those steps, each as -step
+    ids = defaultdict(partial(array, "q"))  # 8 bytes a sample
     whole = set()
     made = Counter()  # how often each step was made
     reached = 0
@@ -78,8 +76,7 @@ def _follow(lives, folders):
         life = events[0]
         resumed = life["step"]
         lost += max(0, reached - resumed)
-        while newest and -newest[0] > resumed:
-            step = -heappop(newest)
+        for step in [step for step in ids if step > resumed]:
             del ids[step]
             whole.discard(step)
         ranks = Counter()  # that noted each step
@@ -90,9 +87,6 @@ def _follow(lives, folders):
                 ends.append(step)
             else:
                 ranks[step] += 1
-                if step not in ids:
-                    ids[step] = array("q")  # 8 bytes a sample
-                    heappush(newest, -step)
                 ids[step].extend(note["ids"])
         whole.update(step for step in ranks if ranks[step] >= life["world"])
         if events is not lives[-1]:

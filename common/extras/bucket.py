@@ -15,7 +15,6 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from queue import Queue
-from typing import Any
 
 from fsspec.core import url_to_fs
 
@@ -33,7 +32,7 @@ END_SECONDS = 600.0  # an ending process waits no longer; its launcher may allow
 class Bucket:
     """What lies at a URL, as this rank copies to it what `saver` has written to the disk."""
 
-    def __init__(self, url: str, saver: Any) -> None:
+    def __init__(self, url, saver):
         with blamed(f"--copy-to {url}", "pip install what reaches it, as s3fs or gcsfs, or give another URL"):
             self.files, self.root = url_to_fs(url, use_listings_cache=False)
         self.url = url
@@ -41,16 +40,16 @@ class Bucket:
         self.writer = saver.writer
         self.disk = self.writer.root.parent
         self.error = ""  # of the last copy
-        self.jobs: Queue[tuple[str, ...]] = Queue()
+        self.jobs = Queue()
         threading.Thread(target=self._work, daemon=True, name="bucket").start()
 
     # ---- from the disk ----
-    def follow(self, *gone: str) -> None:
+    def follow(self, *gone):
         """Lets the thread delete what is `gone`, and copy the newest checkpoint and the logs."""
         if gone or self.jobs.empty():  # one that waits will see the newest, too
             self.jobs.put(gone)
 
-    def end(self, *gone: str) -> None:
+    def end(self, *gone):
         """The last copy of this process: waits for it, and says what became of it."""
         say(f"copying the newest checkpoint to {self.url}")
         self.follow(*gone)
@@ -63,41 +62,40 @@ class Bucket:
     def _work(self):
         while True:
             gone = self.jobs.get()
+            before = self.error
+            self.error = ""
             try:
                 self._copy(gone)
-                self.error = ""
             except Exception as error:
+                self.error = one_line(error)
                 if isinstance(error, UserError):
                     self.saver.error = error  # ends the training
-                elif not self.error:
-                    warn(f"{self.url}: {one_line(error)}; training continues, each save tries again", True)
-                self.error = one_line(error)
+                elif not before:
+                    warn(f"{self.url}: {self.error}; training continues, each save tries again", True)
             self.jobs.task_done()
 
     def _copy(self, gone):
         self._delete(gone)
         for step, folder in checkpoints(self.disk)[:1]:
             manifest, facts = read_facts(step, folder)
-            tables = manifest["files"]
             names = self._names()
             newest = self._newest(names)
-            place = f"checkpoints/{folder.name}"
-            sources = {path.name: path for path in (self.disk / OPTIONS, *self.disk.glob(LOGS))}
+            place = f"checkpoints/{folder.name}/"
+            sources = [(path, path.name) for path in (self.disk / OPTIONS, *self.disk.glob(LOGS))]
             if newest != manifest:
-                own = {f"{place}/{file}": folder / file for file in (*tables, STATE)}
-                own[f"{place}/{OPTIONS}"] = self.disk / OPTIONS
+                sources.append((self.disk / OPTIONS, place + OPTIONS))
                 # the manifest last: the logs tell of each step in a checkpoint
-                sources = own | sources | {f"{place}/{MANIFEST}": folder / MANIFEST}
+                sources += [(folder / file, place + file) for file in (*manifest["files"], STATE, MANIFEST)]
             self.files.makedirs(f"{self.root}/{place}", exist_ok=True)
             with ExitStack() as opened:  # all at once: the disk may delete them meanwhile
-                files = {path: opened.enter_context(open(sources[path], "rb")) for path in sources}
-                for path, source in files.items():
-                    file = path.rpartition("/")[2]
-                    target = f"{self.root}/{path}"
-                    if file in tables and tables[file] == newest["files"].get(file):
-                        self.files.copy(f"{self.root}/checkpoints/{names[0]}/{file}", target)
+                files = [(opened.enter_context(open(path, "rb")), name) for path, name in sources]
+                for source, name in files:
+                    file = name.rpartition("/")[2]
+                    table = manifest["files"].get(file)
+                    if table and table == newest["files"].get(file):
+                        self.files.copy(f"{self.root}/checkpoints/{names[0]}/{file}", f"{self.root}/{name}")
                     else:
-                        self.files.put_file(f"/proc/self/fd/{source.fileno()}", target)
+                        self.files.put_file(f"/proc/self/fd/{source.fileno()}", f"{self.root}/{name}")
             self._prune(step, facts["best"]["step"])
 
     def _prune(self, step, best):
@@ -119,9 +117,8 @@ class Bucket:
 
     def _newest(self, names):
         """The manifest of the first one; UserError if it is another run's."""
-        seen = self.writer.staging / f"seen{self.saver.rank}"
         for name in names[:1]:
-            self._get(f"checkpoints/{name}/{MANIFEST}", seen)
+            seen = self._get(f"{self.root}/checkpoints/{name}/{MANIFEST}", self.writer.staging)
             with suppress(Damaged):
                 manifest = read_sealed(seen)
                 if manifest["run"] != self.writer.run:
@@ -129,25 +126,25 @@ class Bucket:
                 return manifest
         return {"files": {}}
 
-    def _get(self, path, target):
+    def _get(self, path, folder):
+        target = folder / path.rpartition("/")[2]
         target.touch(0o600)
-        self.files.get_file(f"{self.root}/{path}", str(target))
+        self.files.get_file(path, str(target))
+        return target
 
     # ---- to the disk ----
-    def fetch(self) -> None:
+    def fetch(self):
         """Brings the newest checkpoint that verifies, the best one and the logs to a folder without any.
 
         UserError if none verifies, or if nobody knows: the bucket is away.
         """
+        best = None
         try:
             names = self._names()
             self._newest(names)
-            found = next(filter(self._fetch, names), None)
-            if found:
-                best = read_facts(step_of(found), self.writer.root / found)[1]["best"]["step"]
-                for name in names:
-                    if step_of(name) == best and name != found:
-                        self._fetch(name)
+            for name in names:
+                if best in (None, step_of(name)) and self._fetch(name) and best is None:
+                    best = read_facts(step_of(name), self.writer.root / name)[1]["best"]["step"]
         except UserError:
             raise
         except Exception as error:
@@ -156,7 +153,7 @@ class Bucket:
                 f"{self.disk} has no checkpoint, that URL may have some: start again once it can be read",
                 code=1,
             ) from error
-        if names and not found:
+        if names and best is None:
             raise UserError(
                 f"--copy-to {self.url}: {len(names)} checkpoints found, none verifies\n"
                 "to start afresh, give another URL",
@@ -165,24 +162,20 @@ class Bucket:
 
     def _fetch(self, name):
         """Whether this checkpoint is whole, and now on the disk, too."""
-        step = step_of(name)
         aside = self.writer.staging / name
         aside.mkdir(0o700)
+        for path in self.files.find(f"{self.root}/checkpoints/{name}"):
+            self._get(path, aside)
+        whole, line = describe(step_of(name), aside)
         try:
-            for file in (MANIFEST, STATE, OPTIONS):
-                self._get(f"checkpoints/{name}/{file}", aside / file)
-            for file in read_facts(step, aside)[0]["files"]:
-                self._get(f"checkpoints/{name}/{file}", aside / file)
             read_sealed(aside / OPTIONS)
-        except (Damaged, FileNotFoundError) as error:
-            say(f"{self.url}: {name}  damaged: {error}")
-            return False
-        whole, line = describe(step, aside)
+        except (Damaged, OSError) as error:
+            whole = False
+            line = f"{name}  damaged: {error}"
         say(f"{self.url}: {line}")
         if whole:
             for path in self.files.glob(f"{self.root}/{LOGS}"):
-                log = path.rpartition("/")[2]
-                self._get(log, self.disk / log)
+                self._get(path, self.disk)
             os.rename(aside / OPTIONS, self.disk / OPTIONS)
             os.sync()
             os.rename(aside, self.writer.root / name)

@@ -3,10 +3,7 @@
 For a person, and for what begins with the weights of a run; a training chooses by itself (store/load.py).
 """
 
-from pathlib import Path
-
 from safetensors.torch import load_file
-from torch import Tensor
 
 from common.checkpoint import OPTIMIZER, Damaged, best_of, checkpoints, digest_of, read_facts, threads, verify
 from common.errors import UserError
@@ -14,7 +11,7 @@ from common.errors import UserError
 EMA = "/ema"  # the end of an average's name
 
 
-def describe(step: int, folder: Path) -> tuple[bool, str]:
+def describe(step, folder):
     """Read each byte; return (whether it is whole, a line that ends with its digest or the damage)."""
     try:
         files, _ = verify(step, folder, count=threads())
@@ -52,7 +49,7 @@ def choose(path, which):
     )
 
 
-def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
+def weights_of(path, which):
     """Return (weights, facts) of a run's "newest" or "best" checkpoint, or of a step.
 
     Averages are the weights. Tied weights keep their first name.

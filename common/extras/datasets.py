@@ -4,6 +4,8 @@
 --dataset sentiment                            # the two sentences of the tutorial
 --dataset mnist | fashion-mnist | cifar10      # in --data-dir; --download fetches them
 --dataset imagefolder --data-dir DIR           # DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg
+--dataset text:128 --data-dir FILE             # each byte is a token; the last tenth tests
+--dataset tokens:1024 --data-dir DIR --vocab-size 50304    # DIR/train.bin and DIR/val.bin, on disk
 
 Nothing in a data file is ever executed.
 """
@@ -14,15 +16,18 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.data import data_of
+from common.data import DECIDING, PRELOADED, Samples, data_of, load_data
 from common.errors import UserError, blamed
 from common.sampler import MASK32, hash_seed, mix
 
 SEED = 20240711  # of the data, not of a run: every run trains on the same numbers
+BLOCK_TOKENS = 2**15  # that are hashed together when a run starts,
+BLOCKS = 256  # at so many places of a file
 
 
 # ---- sentiment ----
@@ -48,7 +53,7 @@ def random_numbers(opts):
 
 
 # ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----
-def uniforms(ids: list[int] | Tensor, seed: int, epoch: int) -> Tensor:
+def uniforms(ids, seed, epoch):
     """Return float32 [len(ids)] in [0, 1): a pure function of (seed, epoch, id)."""
     ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
     low, high = [hash_seed("uniform", seed, epoch, 0, half) for half in range(2)]
@@ -141,3 +146,93 @@ def decode(path):
         if image.mode[0] in "IF":
             raise ValueError(f"mode {image.mode}: in RGB, of 8 bits, it would be white")
         return image.convert("RGB")
+
+
+# ---- samples for a language model ----
+def text(opts):
+    """Read the file that --data-dir names: each byte is a token; the last tenth is the test set."""
+    numbers = np.frombuffer(Path(opts.data_dir).read_bytes(), np.uint8)
+    cut = len(numbers) - len(numbers) // 10
+    return windows(numbers[:cut], numbers[cut:], opts, 256)
+
+
+def tokens(opts):
+    """Map DATA_DIR/train.bin and val.bin: numbers of 16 bits, or of 32 if the vocabulary needs them."""
+    vocab = opts.vocab_size  # without it the first token is refused
+    dtype = "<u2" if vocab <= 2**16 else "<u4"
+    train, test = [np.memmap(Path(opts.data_dir, name), dtype, "r") for name in ("train.bin", "val.bin")]
+    return windows(train, test, opts, vocab, move=True)
+
+
+def windows(train, test, opts, vocab, move=False):
+    """Cut both files into samples of so many tokens: text:LENGTH and tokens:LENGTH."""
+    samples = Windows(train, opts, vocab, ring=True, move=move)
+    return data_of(opts, samples, Windows(test, opts, vocab), vocab, vocab)
+
+
+class Windows(Samples):
+    """Sample i is tokens i*L to i*L+L of a file; its target is the L tokens that begin one later.
+
+    To train on, the file is a ring: one window leads from its end to its beginning. An epoch reads every
+    token once, but for fewer than L, which it reads twice: the last window ends where the first has begun.
+    If they move, the windows begin at another place in each epoch, so that a token gets every context, as
+    with nanoGPT's windows at random places. A test does not join end and beginning: fewer than L tokens are
+    left.
+    """
+
+    def __init__(self, numbers, opts, vocab, ring=False, move=False):
+        self.numbers = numbers
+        self.length = int(opts.dataset.partition(":")[2] or 128)
+        self.move = move
+        last = len(numbers) + self.length - 1 if ring else max(0, len(numbers) - 1)
+        super().__init__(last // self.length, opts, vocab)
+
+    def fetch(self, ids, epoch=0, augment=False):
+        """Return (x, y), both [samples, length]; `augment` moves the windows as (seed, epoch) say."""
+        starts = np.asarray(ids, dtype=np.int64) * self.length
+        if augment and self.move:
+            starts += hash_seed("windows", self.seed, epoch)
+        places = starts[:, None] + np.arange(self.length + 1)
+        words = np.asarray(self.numbers)[places % len(self.numbers)]
+        words = torch.from_numpy(words.astype(np.int64))
+        if words.max() >= self.classes:
+            raise UserError(
+                f"the data holds token {words.max():,}, but the vocabulary has {self.classes:,}\n"
+                "give the --vocab-size it was written with"
+            )
+        return words[:, :-1].clone(), words[:, 1:].clone()  # a task may change one of them in place
+
+    def contents(self):
+        last = max(0, len(self.numbers) - BLOCK_TOKENS)
+        for start in np.linspace(0, last, BLOCKS, dtype=np.int64):
+            yield self.numbers[start : start + BLOCK_TOKENS].tobytes()
+
+
+def refuse_unshifted(batch, name):
+    """Refuse labels that are the words themselves: here the net would learn to copy its input."""
+    match batch:
+        case {"input_ids": Tensor() as words, "labels": Tensor() as labels} if words.shape == labels.shape:
+            real = labels >= 0
+            if real.sum() > 1 and torch.equal(words[real], labels[real]):
+                raise UserError(
+                    f"{name}: labels are the input_ids, which a model of Hugging Face shifts; "
+                    "--task tokens does not\n"
+                    "let collate(samples) shift them: labels[t] is input_ids[t + 1], -100 at the end; "
+                    "or take the model's own loss: --task path/to/file.py:function"
+                )
+
+
+def preload(opts):
+    """Open a dataset of this project, and hash it, for all processes that will be forked from this one.
+
+    A life then begins with it: drawing `digits` takes half a second. Threads do not survive a fork, so none
+    is started.
+    """
+    if ".py" in opts.dataset:
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    PRELOADED[DECIDING(opts)] = load_data(opts)
+    torch.set_num_threads(threads)
+    # a fork makes torch's pool of threads anew, without a lock: two threads that begin with it would abort
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))

@@ -1,6 +1,6 @@
-"""A batch over several devices of one process (nn.DataParallel): scatter, replicate, gather."""
+"""Several devices of one process: a batch over all of them (nn.DataParallel), copies of a GPU."""
 
-from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -10,15 +10,10 @@ from torch.nn.parallel import DataParallel
 from common.data import leaves, map_tensors
 from common.device import devices_of, is_gpu
 from common.errors import UserError
-from common.options import Options
-from common.place import Place
 from common.training import autocast, on_device
-from common.world import World
 
 
-def named_devices(
-    opts: Options, seen: Sequence[torch.device], place: Place, placed: Sequence[torch.device]
-) -> tuple[torch.device, ...]:
+def named_devices(opts, seen, place, placed):
     """Return the devices on which a net lies already, or those that --devices names of what is seen."""
     if placed:
         if opts.devices:
@@ -36,7 +31,7 @@ def named_devices(
     return tuple(known[name] for name in names)
 
 
-def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
+def replicate(net, opts, world):
     """Put the net on all devices of this process, in each forward anew: they share the batch."""
     if len(world.devices) == 1 or len(devices_of(net)) > 1:
         return on_device(net, opts, world)
@@ -87,3 +82,16 @@ class CpuReplicas(nn.Module):
             outputs.append(torch.func.functional_call(self.module, copies, share, named))
         pieces = zip(*map(leaves, outputs), strict=True)
         return map_tensors(lambda _: torch.cat(next(pieces)), outputs[0])
+
+
+def pinned(buffer, device):
+    """Lock the pages of a buffer, so that this GPU copies into it; return False if it cannot.
+
+    Memory that torch allocates for that is as large as the next power of two.
+    """
+    with torch.cuda.device(device):
+        refused = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
+    if refused:
+        with suppress(RuntimeError):  # CUDA keeps the error for the next call: let it be this one
+            torch.zeros(1, device=device)
+    return not refused

@@ -9,7 +9,7 @@ class Scaler(torch.amp.GradScaler):
     Apart from the first steps it reads no number from a GPU, which would make the program wait for it.
     """
 
-    def unscale(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def unscale(self, optimizer, device):
         """Undo the scale; call it on every rank, once a step."""
         self.scale(torch.zeros((), device=device))  # initialises it on ranks without a loss
         self.unscale_(optimizer)

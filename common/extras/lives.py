@@ -1,36 +1,28 @@
 """All that a ledger tells of a run: its lives from the first one on, and who died of what."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 from heapq import merge
-from pathlib import Path
 
 from common.errors import UserError
-from common.ledger import TIME, Life, Record, at_once, cut, is_whole, ledgers, named, parse
+from common.ledger import TIME, at_once, cut, is_whole, ledgers, named, parse
 
 
-def read(path: Path, name: str = "event") -> Iterator[Record]:
+def read(path, name="event"):
     """Yield the objects of a file of JSON lines, if it is there, that have this name; no torn lines."""
     with suppress(FileNotFoundError), open(path, "rb", opener=at_once) as file:
         yield from filter(None, (parse(line, name) for line in file))
 
 
-def lives_of(*run_dirs: Path) -> list[Life]:
+def lives_of(*run_dirs):
     """Return the lives in order. Each machine holds a part, maybe in a folder of its own: merged by time."""
-    return [*each_life(*run_dirs)]
-
-
-def each_life(*run_dirs: Path) -> Iterator[Life]:
-    """Yield what `lives_of` returns, one life at a time."""
     parts = [filter(is_whole, read(path)) for path in ledgers(*run_dirs)]
-    life = None
-    for life in cut(merge(*parts, key=TIME)):
-        yield life
-    if not life:
+    lives = [*cut(merge(*parts, key=TIME))]
+    if not lives:
         raise UserError(f"{run_dirs[0]} holds no life\nname the folder of a run that has begun training")
+    return lives
 
 
-def deaths_of(events: Life, over: bool) -> list[Record]:
+def deaths_of(events, over):
     """Return a dict per process that died: life, rank, host, pid, cause.
 
     A process has died if it was killed, if it noted an error, or if its life is over and it has not noted

@@ -4,7 +4,6 @@ import fcntl
 import socket
 import struct
 from contextlib import suppress
-from typing import Any
 
 from common.errors import UserError
 from common.place import this_process
@@ -12,7 +11,7 @@ from common.place import this_process
 SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
-def refuse_several_machines(store: Any, rank: int, size: int) -> None:
+def refuse_several_machines(store, rank, size):
     """Raise on all ranks if they are not on one machine, as they are taken to be without the variable."""
     store.set(f"machine/{rank}", str(this_process()["machine"]))
     machines = {*store.multi_get([f"machine/{other}" for other in range(size)])}
@@ -23,7 +22,7 @@ def refuse_several_machines(store: Any, rank: int, size: int) -> None:
         )
 
 
-def interface_towards(host: str) -> str | None:
+def interface_towards(host):
     """Return the name of the interface from which packets to `host` leave; None if it has no IPv4 address."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.connect((host, 9))  # sends nothing

@@ -7,14 +7,13 @@ comes at any time: `commit` copies what a checkpoint shall hold. The text is mad
 
 import copy
 import json
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.data import map_tensors
 from common.errors import UserError, warn
-from common.training import Stateful, parts_of
+from common.training import parts_of
 from common.world import fingerprint_of
 
 TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))  # what each optimizer has for itself
@@ -29,28 +28,22 @@ class Memory:
     What the settings are at the start follows from the options: only others are saved.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, names: dict, scheduled: bool, things: dict[str, Stateful]
-    ) -> None:
+    def __init__(self, optimizer, names, scheduled, things):
         wrong = [name for name in things if name == OWN or "/" in name]
         if wrong:
             raise UserError(f"memory {wrong[0]!r}: this name is taken, or has a /\nchoose another one")
         self.things = {OWN: Settings(optimizer, names, scheduled), **things}
-        self.held: dict[str, Any] = {}
+        self.held = {}
         self.commit()
         self.first = self._named(OWN)
         self.tensors()  # refuses what cannot be saved
 
-    def commit(self, *names: str) -> None:
+    def commit(self, *names):
         """Copy what these things hold now, else all: it belongs to the last step."""
         for name in names or self.things:
             self.held[name] = map_tensors(lambda t: t.detach().clone(), self.things[name].state_dict())
 
-    def commit_settings(self) -> None:
-        """Copy, within a step, what the optimizer has changed: the loop has not come back."""
-        self.commit(OWN)
-
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self):
         """Return what was committed, as named tensors."""
         named = {}
         for name in self.things:
@@ -62,13 +55,7 @@ class Memory:
     def _named(self, name):
         return {f"/{name}/{key}": tensor for key, tensor in flat(self.held[name], name).items()}
 
-    def refuse_changes(self, when: str) -> None:
-        """UserError if a thing holds another value than was committed."""
-        for name, thing in self.things.items():
-            if not same(flat(self.held[name], name), flat(thing.state_dict(), name)):
-                raise UserError(f"memory {name} is changed {when}\nchange it where run.stepped is true")
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
+    def load(self, tensors):
         """Give the things what `tensors` of an earlier life has returned."""
         for name, thing in self.things.items():
             start = f"/{name}/"
@@ -92,7 +79,7 @@ class Settings:
         self.names = names
         self.derived = {"params", "lr"} if scheduled else {"params"}  # they follow from the step
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         groups = []
         numbers = {}
         own = {}
@@ -109,7 +96,7 @@ class Settings:
         # sorted: a resumed optimizer has them in another order
         return {"groups": groups, "numbers": dict(sorted(numbers.items())), "own": dict(sorted(own.items()))}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         parts = parts_of(self.optimizer)
         groups = [group for part in parts for group in part.param_groups]
         for group, values in zip(groups, state["groups"], strict=True):
@@ -132,12 +119,12 @@ class Settings:
             setattr(parts[int(number)], key, value)
 
 
-def plain_of(values: dict[str, Any], without: Any) -> dict[str, Any]:
+def plain_of(values, without):
     """Return what is state among these values."""
     return {key: value for key, value in values.items() if key not in without and is_plain(value)}
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def same(a, b):
     """Return whether these are the same tensors to the last bit, by the same names."""
     return a.keys() == b.keys() and fingerprint_of(a.values()) == fingerprint_of(b[name] for name in a)
 
@@ -151,7 +138,7 @@ def is_plain(value):
     return isinstance(value, (*WORDS, Tensor)) and not isinstance(value, nn.Parameter)
 
 
-def flat(value: Any, name: str) -> dict[str, Tensor]:
+def flat(value, name):
     """Return a nest of dicts, lists and tuples as tensors by name: those in it, and a text of the rest."""
     tensors = {}
 
@@ -178,7 +165,7 @@ def flat(value: Any, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def unflat(tensors: dict[str, Tensor], like: Any) -> Any:
+def unflat(tensors, like):
     """Return what `flat` was given; its own kind of dict, and its device, where `like` has one."""
 
     def nested(value, like):

@@ -1,6 +1,6 @@
-"""A user's own data: what `--dataset path/to/file.py:function` returns, or Elastic was given."""
+"""A user's own data, net and optimizer: what functions in files return, or Elastic was given."""
 
-import operator
+import inspect
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from common.data import Samples, data_of, is_picture, leaves, map_tensors, whole
 from common.errors import UserError, blamed, one_line, warn
 from common.extras.own_files import call_user
 from common.sampler import seeded
+from common.training import parts_of
 
 FLOAT32_WHOLE = 1 << 24  # up to there float32 has every whole number
 WORDS = (torch.int16, torch.int32, torch.int64)
@@ -42,7 +43,7 @@ def returned_data(opts):
     return data_of(opts, train, test, classes, vocab, getattr(train, "fingerprint", ""))
 
 
-def as_input(x: Tensor) -> Tensor:
+def as_input(x):
     """Return the tensor as a net accepts it: pictures become 0..1, other numbers float32, indices int64."""
     if is_picture(x):
         return x.float().div_(255)
@@ -60,9 +61,7 @@ def end_of(*numbers):
 
 def count_of(names):
     """Count these names; a number is a count already."""
-    if hasattr(names, "__len__"):
-        return len(names)
-    return None if names is None else operator.index(names)
+    return len(names) if hasattr(names, "__len__") else names
 
 
 def inherited(dataset, name):
@@ -134,3 +133,50 @@ class DatasetSamples(Samples):
         """Return mean absolute values, in few digits: the CPU may decide the last bits."""
         sizes = [f"{tensor.double().abs().mean():.3e}" for tensor in leaves(self.fetch([id]))]
         return " ".join(sizes).encode()
+
+
+def own_net(opts, data):
+    """Return what the function of --model builds, on the CPU; ready to be saved."""
+    net = call_user(opts.model, opts, data).cpu()
+    check_net(net, opts.model)
+    return net
+
+
+def check_net(net, name):
+    """Refuse a net whose checkpoints would lack something."""
+    for tensor in [*net.parameters(), *net.buffers()]:
+        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            tensor.data = tensor.data.clone()  # with holes, or expanded: fused optimizers write beside it
+    again = net.state_dict()
+    for path, value in net.state_dict().items():
+        if not torch.is_tensor(value) or value.data_ptr() != again[path].data_ptr():
+            raise UserError(
+                f"model {name}: its state_dict makes {path} anew each time\n"
+                "a checkpoint holds the net's own tensors: keep it in a buffer (register_buffer)"
+            )
+
+
+def own_optimizer(net, opts):
+    """Return it at the rate of --lr; UserError if it is none, or has another rate that is not usual."""
+    flag = f"--optimizer {opts.optimizer}"
+    optimizer = call_user(opts.optimizer, net, opts, first=True)
+    with blamed(flag, "return a torch.optim.Optimizer of the net's weights"):
+        parts = [(part, part.param_groups) for part in parts_of(optimizer)]
+    for part, groups in parts:
+        usual = inspect.signature(type(part)).parameters.get("lr")
+        for group in groups:
+            if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
+                raise UserError(
+                    f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
+                    "give --lr, and a group with another rate a `scale`"
+                )
+            group["lr"] = opts.lr * group.get("scale", 1.0)
+    return optimizer
+
+
+def groups_without_decay(weights):
+    """Return two groups: only weights of several dimensions decay (--no-decay-1d)."""
+    return [
+        {"params": [p for p in weights if p.dim() > 1]},
+        {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0},
+    ]

@@ -1,4 +1,7 @@
-"""Functions in files of a user's own; and whose files may be run at all."""
+"""Functions in files of a user's own; whose files may be run at all; what a fork takes over (--fork RUN).
+
+No torch here.
+"""
 
 import functools
 import inspect
@@ -7,14 +10,24 @@ import sys
 import zlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from common.errors import UserError, blamed
-from common.options import files_of, find_function, flag_of, read_run, text_of
-from common.sealed import Facts, marked, own_key
+from common.options import (
+    FLAGS,
+    OF_A_MACHINE,
+    files_of,
+    find_function,
+    flag_of,
+    read_options,
+    read_run,
+    text_of,
+)
+from common.sealed import marked, own_key
+
+NOT_INHERITED = {"resume", "max_steps", "eval_only"}  # by a fork
 
 
-def call_user(place: str, *arguments: object, first: bool = False) -> Any:
+def call_user(place, *arguments, first=False):
     """Call a user's function with the last of `arguments`, as many as it requires; with `first`, the first.
 
     Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
@@ -31,7 +44,7 @@ def call_user(place: str, *arguments: object, first: bool = False) -> Any:
 
 
 @functools.cache
-def load_file(path: Path) -> ModuleType:
+def load_file(path):
     """Import the module in a file, once in this process; it can import files of its own folder."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: it must not hide common or the standard library
@@ -59,7 +72,7 @@ def refuse_other_neighbours(path):
             )
 
 
-def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:
+def refuse_foreign_code(run_dir, flags):
     """Refuse these flags of a run if they name a file, unless this user has begun the run with it.
 
     Even then one in its folder, or of another user than us and root, may be a stranger's.
@@ -77,7 +90,25 @@ def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:
             )
 
 
-def is_marked(value: Facts) -> bool:
+def is_marked(value):
     """Return whether this user has marked the object."""
     rest = {name: part for name, part in value.items() if name != "mark"}
     return own_key() != b"" and marked(rest) == value
+
+
+def inherited(given, script):
+    """Add to the given flags those of this run's own earlier lives, or of the run that it leaves."""
+    if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():
+        raise UserError(
+            "--fork needs --at and --run-dir, and no --resume\nwrite --fork RUN --at N --run-dir NEW"
+        )
+    source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
+    taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"]} - NOT_INHERITED
+    if not is_marked(read_run(source)):
+        taken -= OF_A_MACHINE  # a stranger's run asks for no downloads here
+    flags = {}
+    for name, value in read_options(source).items():
+        if name in taken - given.keys():
+            flags[name] = tuple(value) if isinstance(value, list) else value
+    refuse_foreign_code(source, flags)
+    return flags | given

@@ -6,23 +6,23 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from common.options import Options, code_of
+from common.options import code_of
 
 
-def rehearsal_key(opts: Options) -> str:
+def rehearsal_key(opts):
     """Name this code and these flags."""
     text = json.dumps([code_of(opts), opts.identity()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def note_rehearsal(key: str) -> None:
+def note_rehearsal(key):
     """From now on nothing is said of a run with this key."""
     with suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
         (_folder() / key).touch()
 
 
-def was_rehearsed(opts: Options) -> bool:
+def was_rehearsed(opts):
     """Return whether this code was rehearsed with these flags."""
     with suppress(OSError, RuntimeError):  # there is no home, or it is another user's
         return (_folder() / rehearsal_key(opts)).exists()

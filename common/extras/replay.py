@@ -1,8 +1,10 @@
 """Makes segments of a run once more, each between two checkpoints that it keeps, and compares their ends.
 
-    python -m common.replay verify RUN            # one segment, drawn at random
-    python -m common.replay verify RUN --all      # every one; or --segments K, or --from A --to B
+    python -m common.replay verify RUN            # one segment, drawn at random; --segments K: so many
+    python -m common.replay verify RUN --all      # every one; or those from step A to B: --from A --to B
     python -m common.replay verify RUN --nproc 2  # with two processes
+
+RUN keeps checkpoints (--keep-every).
 
 A segment from step A to step B is a fork of the run (--fork RUN --at A --max-steps B) in a scratch folder.
 More flags go to the training: code that RUN names runs only if you have begun RUN yourself, and it does not
@@ -10,8 +12,6 @@ lie in RUN or belong to another user; else name each file too (--model RUN/net.p
 1: something differs; 2: it cannot be done.
 """
 
-import argparse
-import json
 import random
 import subprocess
 import sys
@@ -22,26 +22,18 @@ from pathlib import Path
 from common.checkpoint import checkpoints, read_facts
 from common.errors import UserError, say
 from common.extras.chosen import describe
-from common.extras.command import run_command
+from common.extras.command import parser_of, run_command
 from common.extras.lives import lives_of
 from common.ledger import named
 from common.options import read_options
+from common.world import fingerprint_of
 
 HOUSE = Path(__file__).resolve().parents[2]
-QUIET = [
-    "--save-every=0",
-    "--save-seconds=0",
-    "--keep-every=0",
-    "--eval-every=1",
-    "--patience=0",
-    "--no-tensorboard",
-]
 
 
 def _make_again(run, begin, end, folder, nproc, flags):
     """Train steps `begin` + 1 to `end` once more, in another run folder."""
-    is_dp = read_options(run)["script"] == "dp"
-    script = "train_dp.py" if is_dp else "train_ddp.py"  # for train_mp.py too
+    script = "train_dp.py" if read_options(run)["script"] == "dp" else "train_ddp.py"  # also for train_mp.py
     lives = [life for life, *_ in lives_of(run)]
     life = [life for life in lives if life["step"] <= max(begin, lives[0]["step"])][-1]
     command = [sys.executable]
@@ -55,7 +47,12 @@ def _make_again(run, begin, end, folder, nproc, flags):
         f"--epochs={life['epochs']}",  # a later life may have more
         f"--max-steps={end}",
         f"--run-dir={folder}",
-        *QUIET,
+        "--save-every=0",
+        "--save-seconds=0",
+        "--keep-every=0",
+        "--eval-every=1",
+        "--patience=0",
+        "--no-tensorboard",
     ]
     code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
     if code:
@@ -65,8 +62,8 @@ def _make_again(run, begin, end, folder, nproc, flags):
         )
 
 
-def end_of(run: Path, step: int) -> tuple[str, int, dict]:
-    """Return (digest, samples trained on, best evaluation) of a checkpoint, of which each byte is read.
+def end_of(run, step):
+    """Return (digest, samples trained on) of a checkpoint, of which each byte is read.
 
     UserError if it is damaged.
     """
@@ -77,7 +74,7 @@ def end_of(run: Path, step: int) -> tuple[str, int, dict]:
     _, facts = read_facts(step, folder)
     samples, _ = facts["order"]
     # not epoch and position: at the end of an epoch it may be counted, or not yet
-    return line.split()[-1], facts["epoch"] * samples + facts["position"], facts["best"]
+    return line.split()[-1], facts["epoch"] * samples + facts["position"]
 
 
 def _first_difference(run, again):
@@ -96,19 +93,14 @@ def _kept_by(run):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m common.replay",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("verify", choices=["verify"], help="make segments again and compare")
-    parser.add_argument("run", type=Path, help="the folder of a run that keeps checkpoints (--keep-every)")
-    parser.add_argument("--segments", type=int, default=1, help="so many, drawn at random (default: 1)")
-    parser.add_argument("--all", action="store_true", help="every segment")
-    parser.add_argument("--from", type=int, default=0, dest="first", help="every one from this step on")
-    parser.add_argument("--to", type=int, default=sys.maxsize, dest="last", help="every one up to this step")
-    parser.add_argument("--nproc", type=int, default=1, help="processes (default: 1)")
+    parser = parser_of("python -m common.replay", __doc__)
+    parser.add_argument("verify", choices=["verify"])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--segments", type=int, default=1, metavar="K")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--from", type=int, default=0, dest="first", metavar="A")
+    parser.add_argument("--to", type=int, default=sys.maxsize, dest="last", metavar="B")
+    parser.add_argument("--nproc", type=int, default=1, metavar="N")
     args, flags = parser.parse_known_args(argv)
     return run_command(lambda: _verify(args, flags), f"{args.run} cannot be verified")
 
@@ -119,38 +111,26 @@ def _verify(args, flags):
     if not read_options(run)["virtual_ranks"]:
         say("without --virtual-ranks other bits prove nothing: processes and starts decide them, too")
     segments = _chosen(args)
-    wrong = 0
+    same = 0
     for begin, end in segments:
-        digest, position, best = end_of(run, end)
-        best_before = end_of(run, begin)[2] if begin else {"step": 0}
         with tempfile.TemporaryDirectory() as scratch:
             again = Path(scratch, "run")
-            _make_again(run, begin, end, again, args.nproc, flags)
-            rows = [json.loads(line) for line in open(again / "metrics.jsonl")]
-            new_digest, new_position, _ = end_of(again, end)
-            first = _first_difference(run, again)
-        if new_digest != digest:
-            result = "differs" + (f", from step {first} at the latest" if first else "")
-        elif new_position != position:
-            result = "differs in its position"
-        elif best == best_before:
-            result = "same"
-        else:
-            result = _proof_of(best, rows)
-        wrong += not result.startswith("same")
+            result = _compare(run, begin, end, again, args.nproc, flags)
+        same += result == "same"
         say(f"steps {begin} to {end}: {result}")
-    say(f"{len(segments) - wrong} of {len(segments)} segments are the same")
-    return int(wrong > 0)
+    say(f"{same} of {len(segments)} segments are the same")
+    return int(same < len(segments))
 
 
-def _proof_of(best, rows):
-    """Say in words whether the rows of the new metrics.jsonl have this best evaluation."""
-    for row in rows:
-        is_evaluation = {*best} & {*row} - {"loss", "step"}
-        if is_evaluation and row["step"] == best["step"]:
-            return "same" if {*best.values()} <= {*row.values()} else "differs in its best evaluation"
-    # a start has ended there, in mid-epoch
-    return f"same, but nothing proves its best evaluation, of step {best['step']}"
+def _compare(run, begin, end, again, nproc, flags):
+    """Make a segment again, and say in words how its end compares."""
+    digest, position = end_of(run, end)
+    _make_again(run, begin, end, again, nproc, flags)
+    new_digest, new_position = end_of(again, end)
+    if new_digest != digest:
+        first = _first_difference(run, again)
+        return "differs" + (f", from step {first} at the latest" if first else "")
+    return "same" if new_position == position else "differs in its position"
 
 
 def _chosen(args):
@@ -169,3 +149,16 @@ def _chosen(args):
     if args.all or args.first or args.last < sys.maxsize:
         return segments
     return sorted(random.sample(segments, min(args.segments, len(segments))))
+
+
+def note_digest(state, ledger):
+    """Note that of this step, if one is due.
+
+    Tensors go by name: what is remembered comes in the order of its first step, or of a file.
+    """
+    step = state.progress.step
+    if step % state.opts.digest_every == 0:
+        sums = {}
+        for kind, tensors in state.tensors().items():
+            sums[kind] = fingerprint_of(tensors[name] for name in sorted(tensors))
+        ledger.event("digest", step=step, **sums)

@@ -8,53 +8,39 @@ python -m common.ledger RUN --audit      missed 0 repeated 0 lost 0 redone 0 (sa
 python -m common.ledger RUN RUN2 ...     of several runs a row each: how it is, its best, what differs
 """
 
-import argparse
 import json
 import math
 import socket
 import time
-from collections import defaultdict
 from datetime import timedelta
-from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 
 from common.errors import CONTROL, UserError
 from common.extras.audit import audit
-from common.extras.command import run_command
-from common.extras.lives import deaths_of, each_life, read
-from common.ledger import Record, named
+from common.extras.command import parser_of, run_command
+from common.extras.lives import deaths_of, lives_of, read
+from common.ledger import named
 from common.options import read_options
 from common.place import start_of
 
 MOST_ROWS = 4000  # in a page
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
-BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
+# "paused" lasts until the next command is typed: it is no price of a death
+BUCKETS = ("down", "paused", "start", *STEPPING, "redone", "rescue", "other")
 RECENT = 10  # entries of the clock that the rate and the slow rank are taken from
 SLOW_TIMES = 1.2  # the median: from there on a rank is named
-RUNNING = {"training", "silent", "dead"}  # states of a run that has not ended well
 QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m common.ledger",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="a run; with --audit also its other nodes' folders"
-    )
+    parser = parser_of("python -m common.ledger", __doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--pid", type=int, metavar="RANK", help="print the process of this rank, if it lives")
-    form.add_argument("--json", action="store_true", help="print one object for programs")
-    form.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves, deaths and lives")
-    form.add_argument(
-        "--audit",
-        action="store_true",
-        help="compare the samples trained on with those that "
-        "an undisturbed run would have used; exit code 1 if one is missed or repeated",
-    )
+    form.add_argument("--pid", type=int, metavar="RANK")
+    form.add_argument("--json", action="store_true")
+    form.add_argument("--html", type=Path, metavar="FILE")
+    form.add_argument("--audit", action="store_true")
     args = parser.parse_args(argv)
     return run_command(lambda: show(args), f"{args.runs[0]} cannot be read")
 
@@ -69,16 +55,14 @@ def show(args):
     runs = {run: summarize(run) for run in args.runs}
     if args.pid is not None:
         print(pid_of(args.pid, runs[run]["now"]))
-        return 0
-    if args.html:
+    elif args.html:
         args.html.write_text(page(run, runs[run]), encoding="utf-8")
     elif args.json:
         for run, facts in runs.items():
             print(json.dumps({"run": str(run)} | facts))
-    elif len(runs) > 1:
-        print("\n".join(rows(runs)).translate(CONTROL))
     else:
-        print(f"{run}: {chr(10).join(report(runs[run]))}".translate(CONTROL))
+        lines = rows(runs) if len(runs) > 1 else report(run, runs[run])
+        print("\n".join(lines).translate(CONTROL))
     return 0
 
 
@@ -106,11 +90,11 @@ def rows(runs):
         yield "  ".join(words)
 
 
-def report(facts):
+def report(run, facts):
     """Yield lines, first how the run is now."""
     state = facts["now"]
     yield (
-        f"{state['state']} at step {state['step']}, {span(state['last_step_s'])} ago; "
+        f"{run}: {state['state']} at step {state['step']}, {span(state['last_step_s'])} ago; "
         f"step {state['saved']} saved {span(state['last_save_s'])} ago; "
         f"{state['steps_per_s']:.3g} steps/s; "
         f"{len(state['pids'])} of {state['world']} processes alive here"
@@ -121,19 +105,15 @@ def report(facts):
         yield f"pids {' '.join(map(str, state['pids'].values()))}"
     if state["slow"]:
         yield "rank {rank} on {host}: {times:.1f} x the median".format(**state["slow"])
-    yield (
-        f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saves {len(facts['saves'])}, "
-        f"rescues {len(facts['rescues'])}"
-    )
-    deaths = defaultdict(list)
-    for death in facts["deaths"]:
-        deaths[death["life"]].append("    rank {rank} (pid {pid} on {host}) {cause}".format(**death))
+    yield ", ".join(f"{name} {len(facts[name])}" for name in ("lives", "deaths", "saves", "rescues"))
     for life in facts["lives"]:
         yield (
             f"  life {life['life']}  world {life['world']}  steps {life['step']} to {life['reached']}  "
             f"{spans(life['buckets'])}"
         )
-        yield from deaths[life["life"]]
+        for death in facts["deaths"]:
+            if death["life"] == life["life"]:
+                yield "    rank {rank} (pid {pid} on {host}) {cause}".format(**death)
     yield f"wall {span(facts['wall_s'])}: {spans(facts['buckets'])}"
     yield f"goodput {facts['goodput']:.1%} (time in steps that are in the final model / wall)"
 
@@ -152,24 +132,9 @@ def page(run, facts):
     """Write the report as a page of HTML, with curves."""
     rows = list(read(run / "metrics.jsonl", "step"))
     rows = rows[:: len(rows) // MOST_ROWS + 1]
-    data = {"report": list(report(facts))} | without_pauses(facts) | {"run": str(run), "rows": rows}
+    data = facts | {"report": list(report(run, facts)), "run": str(run), "rows": rows}
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return template.replace("DATA", json.dumps(data).replace("<", "\\u003c"))
-
-
-def without_pauses(facts):
-    """Take out the seconds until the next command was typed: they are no price of a death."""
-    lives = facts["lives"][:1]
-    paused = 0.0
-    for before, life in pairwise(facts["lives"]):
-        down = life["buckets"]["down"]
-        if life["job"] != before["job"]:
-            paused += down
-            down = 0.0
-        lives.append(life | {"buckets": life["buckets"] | {"down": down}})
-    buckets = facts["buckets"] | {"down": sum(life["buckets"]["down"] for life in lives)}
-    wall = facts["wall_s"] - paused
-    return facts | {"lives": lives, "buckets": buckets, "wall_s": wall, "paused_s": paused}
 
 
 def print_audit(runs):
@@ -188,49 +153,33 @@ def print_audit(runs):
 
 
 # ---- the numbers ----
-def summarize(run_dir: Path) -> Record:
+def summarize(run_dir):
     """Return how the run is now, its lives, deaths, saves, rescues, buckets, and goodput.
 
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
     """
-    lives = []
-    deaths = []
-    told = []
-    accounted = None
-    for events in each_life(run_dir):
-        if accounted is None:
-            accounted = events[0]["began"]
-        seconds = account(events, accounted)
+    lives = lives_of(run_dir)
+    facts = {"version": 1, "lives": [], "deaths": [], "saves": [], "rescues": []}
+    accounted = lives[0][0]["began"]
+    for i, events in enumerate(lives):
+        life = events[0]
+        same_job = life.get("job") == lives[max(0, i - 1)][0].get("job")
+        # later lives make the steps after this one again
+        kept = min((later[0]["step"] for later in lives[i + 1 :]), default=math.inf)
+        seconds = account(events, accounted, kept, "down" if same_job else "paused")
         accounted += sum(seconds.values())
         reached = max(event["step"] for event in named(events, "life", "save", "rescue", "steps"))
-        entries = [(entry["step"], entry.get("steps_s", 0.0)) for entry in named(events, "steps")]
-        lives.append(events[0] | {"reached": reached, "buckets": seconds, "entries": entries})
-        deaths.append(deaths_of(events, over=True))
-        told += named(events, "save", "rescue", "best")
-    deaths[-1] = deaths_of(events, over=False)
-    kept = math.inf  # later lives make the steps after this one again
-    for life in reversed(lives):
-        seconds = life["buckets"]
-        entries = life.pop("entries")
-        seconds["steps"] = sum((s for step, s in entries if step <= kept), 0.0)
-        seconds["redone"] = sum((s for step, s in entries if step > kept), 0.0)
-        kept = min(kept, life["step"])
-    buckets = {name: sum(life["buckets"][name] for life in lives) for name in BUCKETS}
+        facts["lives"].append(life | {"reached": reached, "buckets": seconds})
+        facts["deaths"] += deaths_of(events, over=events is not lives[-1])
+        facts["saves"] += named(events, "save")
+        facts["rescues"] += named(events, "rescue")
+    buckets = {name: sum(life["buckets"][name] for life in facts["lives"]) for name in BUCKETS}
     wall = sum(buckets.values())
-    return {
-        "version": 1,
-        "now": now(lives, events, told),
-        "lives": lives,
-        "deaths": [*chain(*deaths)],
-        "saves": named(told, "save"),
-        "rescues": named(told, "rescue"),
-        "buckets": buckets,
-        "wall_s": wall,
-        "goodput": buckets["steps"] / max(wall, 1e-9),
-    }
+    goodput = buckets["steps"] / max(wall, 1e-9)
+    return facts | {"now": now(lives), "buckets": buckets, "wall_s": wall, "goodput": goodput}
 
 
-def account(events, accounted):
+def account(events, accounted, kept, pause):
     """Return {bucket: seconds} of a life from `accounted`, the end of the life before.
 
     Rank 0 has measured what lies between its first step and its last entry. The rest is "other".
@@ -238,10 +187,11 @@ def account(events, accounted):
     began = max(accounted, events[0]["began"])
     opened = max(began, named(events, "life", "first_step")[-1]["t"])
     end = max(opened, *(event["t"] for event in events))
-    seconds = dict.fromkeys(BUCKETS, 0.0) | {"down": began - accounted, "start": opened - began}
+    seconds = dict.fromkeys(BUCKETS, 0.0) | {pause: began - accounted, "start": opened - began}
     for entry in named(events, "steps"):
-        for bucket in STEPPING:
-            seconds[bucket] += entry.get(f"{bucket}_s", 0.0)
+        for name in STEPPING:
+            bucket = "redone" if name == "steps" and entry["step"] > kept else name
+            seconds[bucket] += entry.get(f"{name}_s", 0.0)
     left = max(0.0, end - accounted - sum(seconds.values()))
     leaving = named(events, "left")
     if leaving:
@@ -251,20 +201,20 @@ def account(events, accounted):
     return seconds
 
 
-def now(lives, events, told):
+def now(lives):
     """Say how the run is: state, step, best, rate, ages of its last step and save, {rank: pid} if they live.
-
-    `events` are those of the newest life, `told` the saves and best evaluations of all.
 
     The ledger hears of a step at most a minute late. Processes of another machine cannot be seen: what
     they have written last is then all that is known.
     """
+    events = lives[-1]
     life = events[0]
     entries = named(events, "life", "steps")[-RECENT:]
     first = entries[0]
     last = entries[-1]
+    told = [event for life in lives for event in named(life, "save", "rescue", "best")]
     # what a run begins with is as good as saved
-    save = [lives[0], *named(told, "save", "rescue")][-1]
+    save = [lives[0][0], *named(told, "save", "rescue")][-1]
     heard_s = time.time() - max(event["t"] for event in events)
     ends = named(events, "stop", "done")
     pids = {} if ends else _running(life)
@@ -279,7 +229,7 @@ def now(lives, events, told):
         state = "training" if heard_s < QUIET_SECONDS else "silent"
     return {
         "state": state,
-        "running": int(state in RUNNING),
+        "running": int(not ends),
         "step": last["step"],
         "last_step_s": time.time() - last["t"],
         "steps_per_s": (last["step"] - first["step"]) / max(1e-3, last["t"] - first["t"]),

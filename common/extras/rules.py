@@ -1,13 +1,18 @@
-"""Which flags contradict each other, this world or this machine's files; each such pair is an error.
+"""What is told of flags: which are unknown, which contradict each other, this world or this machine's files.
 
-No torch here. A first run gives none of these flags (FIRST_RUN in options/parser.py), and imports no rule.
+No torch here: a typo answers at once, unless it may be the name of a net of torchvision. A first run gives no
+flag that has a rule (FIRST_RUN in options/parser.py).
 """
 
+import ast
 import os
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from pathlib import Path
 
-from common.errors import UserError
-from common.options import DATASETS, Options, extra, flag_of
+from common.errors import UserError, blamed, did_you_mean
+from common.options import DATASETS, FLAGS, flag_of
+from common.place import meeting_variables
 
 CLASHES = (  # the first cannot take effect with the second, because ...
     ("--micro-batch-size", "--virtual-ranks", "a slice is one forward, so its size is already fixed"),
@@ -32,13 +37,21 @@ CLASHES = (  # the first cannot take effect with the second, because ...
     ("--init-skip", "--init-from=", "nothing is taken over"),
     ("--init-from", "--resume", "both say where the weights come from"),
 )
+MEANT = {  # by flags that others have
+    "--batch-size": "--global-batch-size, the samples of a step over all processes",
+    "--learning-rate": "--lr",
+    "--precision": "--amp bf16",
+    "--gpus": "torchrun --nproc_per_node=N, which starts a process for each GPU",
+    "--nproc": "torchrun --nproc_per_node=N, before the name of the script",
+}
+GONE = {"--stages", "--shard", "--recompute"}  # flags of a net in parts
 
 
-def check_flags(opts: Options, world: int) -> None:
+def check_flags(opts, world):
     """Refuse flags that contradict each other or cannot take effect; a `world` of 0 is not known yet."""
     check_arguments(opts, world)
     if opts.optimizer_args:
-        extra("optimizer_args")(opts.optimizer_args)
+        keywords(opts.optimizer_args)
     of_datasets = {flag for _, flags in DATASETS.values() for flag in flags}
     for flag in map(flag_of, sorted(of_datasets.difference(opts.flags_of_dataset))):
         if is_given(flag, opts):
@@ -48,7 +61,7 @@ def check_flags(opts: Options, world: int) -> None:
         raise UserError(f"--lr {opts.lr} is not above --min-lr {opts.min_lr}\nraise --lr{lower}")
 
 
-def check_arguments(opts: Options, world: int) -> None:
+def check_arguments(opts, world):
     """Refuse what contradicts each other, this world, or this machine's files, also in Elastic(...)."""
     for flag, other, why in CLASHES:
         if is_given(flag, opts) and is_given(other, opts):
@@ -82,6 +95,11 @@ def check_world(opts, world):
 
 def check_files(opts):
     """Refuse files and folders that are not there, before torch is imported."""
+    if os.path.realpath(opts.resume).startswith(os.path.realpath(opts.run_dir / "checkpoints")):
+        raise UserError(
+            f"--resume {opts.resume}: this run resumes from its newest checkpoint\n"
+            "leave it out to resume there; to go back to a step, give a --run-dir of its own too"
+        )
     for flag, path, is_there in (
         ("--resume", opts.resume, os.path.isdir),
         ("--init-from", opts.init_from, os.path.isfile),
@@ -91,3 +109,78 @@ def check_files(opts):
                 f"{flag}: {path!r} is not there\n"
                 "give the folder of a checkpoint to --resume, a file of weights to --init-from"
             )
+
+
+def check_name(option, name, known):
+    """Refuse a name of this option that is not among the known ones, or a file that is not there."""
+    if ".py" in name:
+        path = name.rpartition(":")[0]
+        if not Path(path).is_file():
+            missing = f"file {path!r}" if path else "function"
+            raise UserError(
+                f"{flag_of(option)} {name}: there is no {missing}\nwrite path/to/file.py:function"
+            )
+        return
+    listed = ", ".join(known)
+    if option == "model":
+        known = [*known, *torchvision_models()]
+        listed += ", those of torchvision where it is installed"
+    if name not in known:
+        raise UserError(
+            f"{flag_of(option)}: {name!r} is unknown{did_you_mean(name, known)}\n"
+            f"there are {listed}, and path/to/file.py:function"
+        )
+
+
+def torchvision_models():
+    """Return the names; none if torchvision is not there."""
+    with suppress(ImportError):
+        from torchvision import models
+
+        return models.list_models(module=models)
+    return []
+
+
+def refuse_flag(word, script):
+    """Refuse a flag that a script lacks."""
+    flag = word.partition("=")[0]
+    if flag in FLAGS:
+        owners = " and ".join(f"train_{owner}.py" for owner in FLAGS[flag].metadata["scripts"])
+        raise UserError(f"{flag} cannot take effect in {script}\nit belongs to {owners}")
+    if flag in GONE:
+        raise UserError(
+            f"{flag} is gone: a process holds a whole net, over several devices with train_mp.py\n"
+            "to bring over weights of a run with parts: python -m common.checkpoint RUN --export FILE\n"
+            "by the version that wrote it, then --init-from FILE here"
+        )
+    hint = f"; did you mean {MEANT[flag]}?" if flag in MEANT else did_you_mean(flag, FLAGS)
+    raise UserError(f"unknown argument {word!r}{hint}\nsee {script} --help")
+
+
+def refuse_to_meet(siblings):
+    """Refuse a process that has siblings which it does not know of, or else cannot meet the others."""
+    if siblings:
+        raise UserError(
+            f"{siblings} without WORLD_SIZE: each task would train the whole run alone\n"
+            "give each RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,\n"
+            "or start one task a machine, with launch/torchrun.py (as launch/slurm.sbatch does)"
+        )
+    raise UserError(
+        f"ranks cannot meet with {meeting_variables()}\n"
+        "start with torchrun, or set RANK (0 to WORLD_SIZE - 1), WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def keywords(text, besides=()):
+    """Read {name: value} from the text `name=value,name=value`; none may be `besides`, by a flag."""
+    with blamed(f"--optimizer-args {text!r}", "write eps=1e-6,amsgrad=True"):
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("an argument has no name")
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    for name in values:
+        if name in besides:
+            raise UserError(
+                f"--optimizer-args: {name} is a flag, too\nuse the flag: --lr, --momentum or --weight-decay"
+            )
+    return values

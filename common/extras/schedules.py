@@ -1,17 +1,12 @@
 """A learning rate that changes with the steps: --lr-schedule, --warmup-epochs, a loop's own schedule."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from common.errors import UserError
 from common.extras.own_files import call_user
-from common.options import Options
 
 
-def learning_rate(
-    step: int, opts: Options, steps_per_epoch: int, schedule: Callable[[int, int], Any] | None = None
-) -> float:
+def learning_rate(step, opts, steps_per_epoch, schedule=None):
     """Return the rate of a step: a pure function, so nothing is stored and nothing is lost with a node.
 
     `schedule` is that of a loop of one's own: a function of (step, steps in all), as --lr-schedule names one.

@@ -10,17 +10,15 @@ device, and there is one backward for several forwards (`--in-flight`), so no GP
 
 import functools
 import itertools
+from collections import OrderedDict
 
-import torch
 from torch import nn
 
 from common.device import devices_of, is_gpu, module_of
 from common.errors import UserError
-from common.options import Options
-from common.world import World
 
 
-def cut(net: nn.Module, opts: Options, world: World) -> nn.Module:
+def cut(net, opts, world):
     """Put the net on the devices of this process, a part on each."""
     return net if len(devices_of(net)) > 1 else Stages(net, opts, world)
 
@@ -28,40 +26,35 @@ def cut(net: nn.Module, opts: Options, world: World) -> nn.Module:
 class Stages(nn.Module):
     """An nn.Sequential, called; its parts are on the devices of this process."""
 
-    def __init__(self, net: nn.Module, opts: Options, world: World) -> None:
+    def __init__(self, net, opts, world):
         super().__init__()
         self.net = net
-        names = list(net._modules)
         usual = getattr(type(net), "forward", None) is nn.Sequential.forward
         if not usual or net._forward_hooks or net._forward_pre_hooks:
             raise UserError(
                 f"train_mp.py cuts an nn.Sequential, {type(net).__name__} is none\n"
                 "place its parts yourself, with .to(...) in its forward; it then trains in every script"
             )
-        weights = [sum(p.numel() for p in net._modules[name].parameters()) for name in names]
-        rest = iter(names)
-        groups = [list(itertools.islice(rest, count)) for count in counts_of(weights, opts, world.devices)]
-        refuse_ties(net, groups)
-        self.places = list(zip(itertools.cycle(world.devices), groups))
+        weights = [sum(p.numel() for p in part.parameters()) for part in net]
+        parts = iter(net._modules.items())
+        self.places = []  # (device, its parts)
+        for device, count in zip(itertools.cycle(world.devices), counts_of(weights, opts, world.devices)):
+            group = nn.Sequential(OrderedDict(itertools.islice(parts, count)))
+            self.places.append((device, group.to(device)))
         self.takes_turns = bool(opts.virtual_ranks) and len(world.devices) > 1
-        for device, group in self.places:
-            for name in group:
-                net._modules[name].to(device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         first = before = self.places[0][0]
         for device, group in self.places:
             hand_over(before, device)
-            x = x.to(device, non_blocking=True)
-            for name in group:
-                x = self.net._modules[name](x)
+            x = group(x.to(device, non_blocking=True))
             before = device
         hand_over(before, first)
         return x
 
-    def describe(self) -> list[str]:
+    def describe(self):
         """Return the cut as lines."""
-        lines = [f"{device}: {', '.join(group)}" for device, group in self.places]
+        lines = [f"{device}: {', '.join(group._modules)}" for device, group in self.places]
         if self.takes_turns:
             lines.append(
                 "with --virtual-ranks the devices take turns: a slice is one forward and its backward"
@@ -69,7 +62,7 @@ class Stages(nn.Module):
         return lines
 
 
-def hand_over(before: torch.device, device: torch.device) -> None:
+def hand_over(before, device):
     """Let the draws go on from one GPU to the next, as one generator would: its state lies on the host."""
     if before != device and is_gpu(before) and is_gpu(device):
         generators = module_of(device).default_generators
@@ -103,16 +96,3 @@ def balance(weights, stages):
         return min(tries)
 
     return best(0, stages)[1]
-
-
-def refuse_ties(net, groups):
-    """UserError if a tensor would be on two devices."""
-    stage_of = {name: stage for stage, group in enumerate(groups) for name in group}
-    places = {}
-    for name, tensor in net.state_dict(keep_vars=True).items():
-        stage = stage_of[name.partition(".")[0]]
-        other, place = places.setdefault(tensor, (name, stage))
-        if place != stage:
-            raise UserError(
-                f"{other} and {name} are one tensor, would lie on two devices\nuntie them, or cut elsewhere"
-            )

@@ -6,45 +6,40 @@ function of {name: number or tensor}, makes numbers of them.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.data import Batch, leaves
 from common.errors import UserError, blamed
-from common.options import Options, find_function
+from common.extras.own_files import call_user
+from common.options import find_function
 from common.training import IGNORED, OWN, Task, autocast, reduced, scored
-from common.world import World, gather
+from common.world import gather
 
 WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be whole numbers of one shape'
 
 
-def task_of(opts: Options) -> Task:
+def task_of(opts):
     """Return the task that --task names, other than classify."""
     if opts.task == "tokens":
-        return Tokens(partial(tokens, opts=opts), ["loss", "acc"])
+        return Task(partial(tokens, opts=opts), ["loss", "acc"])
     if opts.task == OWN:
-        task = OwnTask(None, ["loss"])
-        task.shown = []  # until it reports
+        task = OwnTask(None, "the loop")
+        task.names = ["loss"]  # shown is none until it reports
         return task
-    function = find_function(opts.task)
-    with blamed(f"--task {opts.task}"):
-        required = [p for p in signature(function).parameters.values() if p.default is p.empty]
 
     def own(model, batch):
-        more = [model.progress] if len(required) > 2 else []  # its third argument: .step, .epoch
+        progress = getattr(model, "progress", None)  # its third argument: .step, .epoch
         with autocast(opts, leaves(batch)[0].device):
-            return function(model, batch, *more)
+            return call_user(opts.task, model, batch, progress, first=True)
 
     finish = find_function(opts.task.rpartition(":")[0] + ":finish", None)
-    return OwnTask(own, [], finish, opts.task)
+    return OwnTask(own, f"--task {opts.task}", finish)
 
 
-def loss_of(loss: Tensor, count: Any, samples: int) -> tuple:
+def loss_of(loss, count, samples):
     """Return (sum, count) of a loop's loss as written: a mean over samples, or a sum of `count` things."""
     if count is not None:
         return loss, count
@@ -61,47 +56,32 @@ def tokens(model, batch, opts):
     return {"loss": (loss, count), "acc": ((answers == y).sum(), count)}
 
 
-class Tokens(Task):
-    """Shows the perplexity, too."""
-
-    def __init__(self, function: Callable, names: list[str]) -> None:
-        super().__init__(function, names)
-        self.shown.append("perplexity")
-
-    def metrics(self, totals: Tensor) -> dict[str, float]:
-        metrics = super().metrics(totals)
-        if metrics:
-            metrics["perplexity"] = math.exp(min(metrics["loss"], 700))
-        return metrics
-
-
 # ---- a user's own ----
 class OwnTask(Task):
-    """Takes the names of its values from those of the first samples; `spec` says whose it is."""
+    """Takes the names of its values from those of the first samples; `source` says whose it is."""
 
-    def __init__(
-        self, function: Callable | None, names: list[str], finish: Callable | None = None, spec: str = ""
-    ) -> None:
-        super().__init__(function, names)
+    def __init__(self, function, source, finish=None):
+        super().__init__(function, [])
+        self.source = source
         self.finish = finish
-        self.spec = spec
-        self.source = f"--task {spec}"
-        self.shapes: dict[str, list[int]] = {}  # of the whole numbers, by name
+        self.shapes = {}  # of the whole numbers, by name
 
     def __call__(self, model, batch):
         values = super().__call__(model, batch)
         if not isinstance(values, dict):
-            raise UserError(f"what --task {self.spec} returned is a {type(values).__name__}\n{WANTED}")
+            raise UserError(f"what {self.source} returned is a {type(values).__name__}\n{WANTED}")
         return values
 
     # ---- totals: as any task's, and then all whole numbers ----
-    def zeros(self, device: torch.device | None = None) -> Tensor:
-        size = 2 * len(self.names) + sum(map(math.prod, self.shapes.values()))
-        return torch.zeros(size, dtype=torch.float64, device=device)
+    def zeros(self, device=None):
+        return torch.zeros(sum(self._sizes()), dtype=torch.float64, device=device)
+
+    def _sizes(self):
+        return [2 * len(self.names), *map(math.prod, self.shapes.values())]
 
     @torch.no_grad()
-    def counted(self, values: dict) -> Tensor:
-        with blamed(f"what --task {self.spec} returned", WANTED):
+    def counted(self, values):
+        with blamed(f"what {self.source} returned", WANTED):
             if not self.names:
                 self._learn(values)
             totals = super().counted(values)
@@ -119,25 +99,20 @@ class OwnTask(Task):
         metrics = self.metrics(self.counted(values))
         self.shown = [*dict.fromkeys([*self.names, *metrics])]
 
-    def agree(self, world: World) -> None:
+    def agree(self, world):
         known = gather(world, [self.names, self.shapes])
         self.names, self.shapes = next(of_a_rank for of_a_rank in known if of_a_rank[0])
 
     def _whole(self, totals):
         """Return {name: its part of the totals}."""
-        named = {}
-        start = 2 * len(self.names)
-        for name, shape in self.shapes.items():
-            end = start + math.prod(shape)
-            named[name] = totals[start:end].view(shape)
-            start = end
-        return named
+        parts = zip(self.shapes.items(), totals.split(self._sizes())[1:], strict=True)
+        return {name: part.view(shape) for (name, shape), part in parts}
 
-    def whole(self, totals: Tensor) -> dict[str, Tensor]:
+    def whole(self, totals):
         """Return {name: whole numbers}, such as the confusion matrix of a judge."""
         return {name: part.long() for name, part in self._whole(totals.cpu()).items()}
 
-    def metrics(self, totals: Tensor) -> dict[str, float]:
+    def metrics(self, totals):
         """Return what `finish` makes of sum / count and of the whole numbers."""
         metrics = super().metrics(totals)
         if self.finish and len(metrics) == len(self.names):
@@ -148,11 +123,11 @@ class OwnTask(Task):
 class Judge(OwnTask):
     """A loop's own function of a batch, for one evaluation, which returns the whole numbers, too."""
 
-    def __init__(self, judge: Callable) -> None:
-        super().__init__(lambda _, batch: judge(batch), [], spec="judge")
+    def __init__(self, judge):
+        super().__init__(lambda _, batch: judge(batch), "the judge")
 
     def _argument(self, batch):
         return Batch([([], batch.data)], batch.size)  # ids are those of samples to train on
 
-    def evaluation(self, totals: Tensor) -> dict[str, Any]:
+    def evaluation(self, totals):
         return super().evaluation(totals) | self.whole(totals)

@@ -1,13 +1,24 @@
-"""Weights from elsewhere (--init-from), and layers that stand still (--freeze)."""
+"""Weights from elsewhere: of a file (--init-from), of another run (--fork, --resume), of a run for a notebook
+(`load`); and layers that stand still (--freeze).
+"""
 
 import zipfile
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from common.checkpoint import facts_of
+from common.checkpoint import checkpoints, facts_of
+from common.data import DataFacts
 from common.errors import UserError, blamed
+from common.extras.chosen import weights_of
+from common.extras.own_files import refuse_foreign_code
+from common.models import build_model
+from common.options import Options, read_options
+from common.store import Loaded, load_newest, take_over
+
+# of a loop of one's own: a function that returns its net asks for nothing
+NOT_KNOWN = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}
 
 
 @torch.no_grad()
@@ -38,13 +49,6 @@ def load_weights(net, opts):
             )
         for name in names:
             tensors[name].copy_(weights[name])
-
-
-def source_of(state):
-    """Say where the first weights come from, and which of them do not."""
-    opts = state.opts
-    afresh = [name for name in state.tensors()["model"] if name.startswith(opts.init_skip)]
-    return opts.init_from + (f"; {', '.join(afresh)} begin afresh" if afresh else "")
 
 
 def unwrapped(name, known):
@@ -79,36 +83,30 @@ def read_weights(path):
 def freeze(net, opts):
     """Put the net into training mode, but for frozen weights (--freeze) and their modules.
 
-    These stay in evaluation mode: their BatchNorm uses the statistics it has, and their dropout is off.
+    These stay in evaluation mode, as what a net's own function has frozen and put there: their BatchNorm uses
+    the statistics it has, and their dropout is off.
     """
-    train_but_for_frozen_parts(net)  # first, as a net may freeze parts of itself in train()
+    still = [module for module in net.modules() if not module.training and is_frozen(module)]
+    net.train()  # first, as a net may freeze parts of itself there
     prefixes = opts.freeze
     check_prefixes("--freeze", prefixes, [name for name, _ in net.named_parameters()])
     for name, parameter in net.named_parameters():
         if name.startswith(prefixes):
             parameter.requires_grad_(False)
-    for name, module in net.named_modules():
-        if name and f"{name}.".startswith(prefixes):
-            stay_in_evaluation(module)
-    if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
+    still += [module for name, module in net.named_modules() if name and f"{name}.".startswith(prefixes)]
+    for module in still:
+        module.eval()
+    if not opts.eval_only and is_frozen(net):
         raise UserError(
             f"model {opts.model}: no weight of it trains\n"
             "give it weights with requires_grad, or --freeze fewer"
         )
 
 
-def train_but_for_frozen_parts(net):
-    """Put the net into training mode, but for parts that its function has frozen and put into evaluation."""
-    for module in net.modules():
-        trains = [p.requires_grad for p in module.parameters()]
-        if trains and not any(trains) and not module.training:
-            stay_in_evaluation(module)
-    net.train()
-
-
-def stay_in_evaluation(module: nn.Module) -> None:
-    """Put a module into evaluation mode for good: its train(), which net.train() calls, does nothing then."""
-    module.eval().train = lambda mode=True: module
+def is_frozen(module):
+    """Return whether it has weights, and none of them trains."""
+    trains = {p.requires_grad for p in module.parameters()}
+    return trains == {False}
 
 
 def check_prefixes(flag, prefixes, names):
@@ -117,3 +115,41 @@ def check_prefixes(flag, prefixes, names):
         if not any(name.startswith(prefix) for name in names):
             layers = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UserError(f"{flag}: no weight's name begins with {prefix!r}\nthere are {layers[:300]}")
+
+
+def load_another_run(state, world, layout, owns):
+    """Load the newest checkpoint that was asked for; return where it came from. Call on every rank."""
+    opts = state.opts
+    source = opts.fork or opts.resume
+    choices = [choice for choice in checkpoints(Path(source)) if opts.at in (0, choice[0])]
+    other = load_newest(world, layout, "", choices, owns)
+    if not other.facts:
+        raise UserError(
+            f"{source}: no whole checkpoint of {f'step {opts.at}' if opts.at else 'any step'}\n"
+            f"python -m common.checkpoint {source} says why",
+            code=2 if opts.at else 3,
+        )
+    state.load(other.facts, layout.remembered)
+    take_over(state, world, other.facts, [], [], owns)
+    return Loaded(source)
+
+
+def load(run, which, model):
+    """See common.models.load."""
+    weights, facts = weights_of(Path(run), which)
+    data = facts["data"] or NOT_KNOWN
+    if not (facts["data"] or model):
+        raise UserError(
+            f"{run} was trained by a script of its own, which builds the net\n"
+            f"name a function that returns that net: load({str(run)!r}, model='PATH/file.py:function')"
+        )
+    own = {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
+    given = read_options(run)
+    if model:
+        given["model"] = model
+    else:
+        refuse_foreign_code(run, {"model": given["model"]})
+    opts = Options(**given | own)
+    net = build_model(opts, DataFacts(**data | {"sample_shape": tuple(data["sample_shape"])}))
+    net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
+    return net.eval()

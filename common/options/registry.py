@@ -26,17 +26,17 @@ DATASETS = {  # name: its function of (options), and the flags that not every da
     "imagefolder": ("common.extras.datasets:imagefolder", FOLDERS),
     "sentiment": ("common.extras.datasets:sentiment", ()),
     "random": ("common.extras.datasets:random_numbers", ()),
-    "text": ("common.extras.text:text", ("data_dir",)),
-    "tokens": ("common.extras.text:tokens", ("data_dir", "vocab_size")),
+    "text": ("common.extras.datasets:text", ("data_dir",)),
+    "tokens": ("common.extras.datasets:tokens", ("data_dir", "vocab_size")),
 }
 # What is imported only where an option, a name, an argument of Elastic or a terminal asks for it.
 EXTRAS: dict[str, str] = {
-    "name": "common.extras.flags:check_name",  # that is not in NAMES
+    "name": "common.extras.rules:check_name",  # that is not in NAMES
     "rules": "common.extras.rules:check_flags",  # of more flags than a first run gives
     "rules_of_arguments": "common.extras.rules:check_arguments",
-    "no_meeting": "common.extras.flags:refuse_to_meet",
-    "unknown_flag": "common.extras.flags:refuse_flag",
-    "optimizer_args": "common.extras.flags:keywords",
+    "no_meeting": "common.extras.rules:refuse_to_meet",
+    "unknown_flag": "common.extras.rules:refuse_flag",
+    "optimizer_args": "common.extras.rules:keywords",
     "own_file": "common.extras.own_files:load_file",
     "call": "common.extras.own_files:call_user",  # a function in one
     "own_data": "common.extras.own_data:own_data",
@@ -45,21 +45,19 @@ EXTRAS: dict[str, str] = {
     "uniforms": "common.extras.datasets:uniforms",
     "bar": "common.extras.bar:Bar",
     "torchvision": "common.extras.nets:build_torchvision",
-    "own_net": "common.extras.own_net:own_net",
+    "own_net": "common.extras.own_data:own_net",
     "task": "common.extras.tasks:task_of",  # other than classify
     "loss": "common.extras.tasks:loss_of",  # of a loop of one's own
     "judge": "common.extras.tasks:Judge",
     "schedule": "common.extras.schedules:learning_rate",  # other than constant
-    "own_optimizer": "common.extras.own_optimizer:own_optimizer",
-    "no_decay_1d": "common.extras.own_optimizer:groups_without_decay",
+    "own_optimizer": "common.extras.own_data:own_optimizer",
+    "no_decay_1d": "common.extras.own_data:groups_without_decay",
     "init_from": "common.extras.weights:load_weights",
-    "init_source": "common.extras.weights:source_of",  # with init_from
-    "fork": "common.extras.fork:inherited",
-    "another_run": "common.extras.another_run:load",  # with fork or resume
-    "older_one": "common.extras.another_run:refuse_an_older_one",  # with resume
+    "fork": "common.extras.own_files:inherited",
+    "another_run": "common.extras.weights:load_another_run",  # with fork or resume
     "freeze": "common.extras.weights:freeze",  # also parts that a net of a user's own has frozen
-    "load": "common.extras.load:load",
-    "tokens": "common.extras.text:refuse_unshifted",
+    "load": "common.extras.weights:load",
+    "tokens": "common.extras.datasets:refuse_unshifted",
     "workers": "common.extras.workers:from_workers",
     "ema_decay": "common.extras.averages:Averages",
     "fp16": "common.extras.fp16:Scaler",
@@ -71,17 +69,16 @@ EXTRAS: dict[str, str] = {
     "bit_facts": "common.extras.bits:facts",  # with virtual_ranks
     "cross_check": "common.extras.votes:VotedGradient",
     "count_votes": "common.extras.votes:count_votes",
-    "digest_every": "common.extras.digests:note_digest",
+    "digest_every": "common.extras.replay:note_digest",
     "rehearsed": "common.extras.rehearsed:was_rehearsed",  # of code of one's own
     "copy_to": "common.extras.bucket:Bucket",
-    "merging": "common.extras.merging:MergingSnapshot",
     "memory": "common.extras.memory:Memory",  # also for an optimizer that is not torch's own
     "arguments": "common.extras.arguments:options_of",  # in place of flags
     "in_arguments": "common.extras.arguments:in_arguments",
     "mean": "common.extras.all_ranks:mean",
     "gather": "common.extras.all_ranks:rows",
     "relay": "common.extras.relay:relay",  # to ranks that cannot read a checkpoint
-    "pinned": "common.extras.pinned:pinned",  # on one GPU
+    "pinned": "common.extras.devices:pinned",  # on one GPU
     "reports": "common.extras.all_ranks:warn_of_other_reports",
     "turns": "common.extras.turns:Turns",
     "devices": "common.extras.devices:named_devices",  # also of a net that is placed

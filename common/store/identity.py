@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from common.checkpoint import Damaged, checkpoints, read_manifest, read_sealed
 from common.errors import UserError, say
-from common.options import extra, with_folder
+from common.options import with_folder
 from common.world import MAY_DIFFER, bit_facts
 
 
@@ -23,8 +23,6 @@ def identify(opts, data, code, device, writer):
     ours = {"options": options, "data": data, "pinned": pinned, "code": code}
     if not opts.is_bound:
         return ours
-    if opts.resume != "auto":
-        extra("older_one")(opts)
     path = opts.run_dir / "options.json"
     foreign = foreign_checkpoint(opts, writer.run)
     try:

@@ -66,7 +66,7 @@ def load(state, world, layout, run, owns):
     if opts.at or opts.resume != "auto":
         return extra("another_run")(state, world, layout, owns)
     if opts.init_from:
-        return Loaded(extra("init_source")(state))
+        return Loaded(opts.init_from)
     return Loaded()
 
 

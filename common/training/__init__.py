@@ -1,7 +1,6 @@
 """One step: state, task, gradient, update; and evaluation."""
 
 from common.training.evaluate import evaluate
-from common.training.modes import Snapshot
 from common.training.optimizer import build_optimizer, parts_of, weights_of
 from common.training.replicas import Called, on_device, prepare
 from common.training.state import Stateful, TrainState

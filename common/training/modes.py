@@ -4,10 +4,10 @@ Both call the net's own `train()` and `eval()`, as a loop by hand does: a LoRA m
 a part of itself in evaluation mode, or change a number of its own.
 """
 
-import torch
-from torch import Tensor, nn
+from collections.abc import Iterable
 
-from common.options import extra
+import torch
+from torch import nn
 
 
 class Modes:
@@ -37,12 +37,13 @@ class Modes:
 
 
 class Snapshot:
-    """The buffers as they were before it; with merging layers, as a LoRA, an extra keeps weights, too."""
+    """The buffers as they were before it, some weights, and those of layers that merge them, as a LoRA."""
 
-    weights: dict[nn.Parameter, Tensor] = {}  # that may change
-
-    def __init__(self, net: nn.Module) -> None:
-        self.net = net
+    def __init__(self, net: nn.Module, weights: Iterable[nn.Parameter]) -> None:
+        for module in net.modules():
+            if own(module, "train") or own(module, "eval"):
+                weights = [*weights, *module.parameters()]
+        self.weights = {p: p.detach().clone() for p in weights}
         self.buffers = [
             (module._buffers, name, buffer.clone())
             for module in net.modules()
@@ -50,23 +51,16 @@ class Snapshot:
             if buffer is not None
         ]
 
-    def eval(self) -> None:
-        self.net.eval()
-
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore all to the bit."""
+        for p, weight in self.weights.items():
+            p.data.copy_(weight)  # not counted as a change
         for owner, name, buffer in self.buffers:
             if owner[name].shape == buffer.shape:
                 owner[name].copy_(buffer)
             else:
                 owner[name] = buffer
-
-
-def before_evaluation(net: nn.Module) -> Snapshot:
-    """Return what puts everything back after it."""
-    merging = [module for module in net.modules() if own(module, "train") or own(module, "eval")]
-    return extra("merging")(net, merging) if merging else Snapshot(net)
 
 
 def own(module: nn.Module, name: str) -> bool:

@@ -14,7 +14,7 @@ Not stored is what follows from (options, step): order, learning rate, draws of 
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from common.device import devices_of, mark, wait_by_polling
 from common.errors import UserError, blamed
 from common.options import Options, extra
 from common.sampler import seed
-from common.training.modes import Modes, before_evaluation
+from common.training.modes import Modes, Snapshot
 from common.training.optimizer import check_groups, groups_of, named_state, take_state, turns_of, weights_of
 from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
@@ -182,7 +182,7 @@ class TrainState:
             self.averages.update()
         self.statistics.commit()
         if self.memory:
-            self.memory.commit_settings()
+            self.memory.commit("settings")  # of the optimizer: the loop has not come back
         self.progress.count(size)
         self.note_versions()
         self.heartbeat += 1
@@ -228,21 +228,21 @@ class TrainState:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Lend the net its averages, in evaluation mode; nothing of it is left, no checkpoint has it."""
-        with self.averages.in_the_net() if self.averages else nullcontext():
-            outside = self.own
+        with self.changing():
+            before = Snapshot(self.net, self.names if self.averages else ())
+            self.own = before.weights
+            if self.averages:
+                self.averages.lend()
+            self.net.eval()
+        try:
+            yield
+        finally:
             with self.changing():
-                before = before_evaluation(self.net)
-                self.own = before.weights | outside
-                before.eval()
-            try:
-                yield
-            finally:
-                with self.changing():
-                    self.modes.train()
-                    before.put_back()
-                    self.own = outside
-                if before.weights:  # counted as changes, though they were undone
-                    self.note_versions()
+                self.modes.train()
+                before.put_back()
+                self.own = {}
+            if before.weights:  # counted as changes, though they were undone
+                self.note_versions()
 
     # ---- between two steps: torch counts each change of a tensor in place ----
     def note_versions(self) -> None:

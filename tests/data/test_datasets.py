@@ -13,7 +13,7 @@ from ranks import fork_ranks
 from refusals import refusal
 
 from common.data import PRELOADED, load_data
-from common.extras.preload import preload
+from common.extras.datasets import preload
 from common.options import Options
 
 

@@ -13,7 +13,7 @@ from test_bitwise import run
 from common.data import load_data
 from common.extras.own_files import load_file
 from common.models import load
-from common.options import Options, find_function
+from common.options import Options, find_function, text_of
 
 OWN = """
 import torch
@@ -68,7 +68,9 @@ def test_load_finds_the_file_of_the_training_from_any_folder_and_asks_for_one_th
     assert load(there / "runs/own").last.out_features == 2
     here = there.rename(tmp_path / "here")
     monkeypatch.chdir(here)
-    with refusal(rf"there is no file {there}/own.py here\nname it: .*model='PATH/own.py:net'"):
+    load_file.cache_clear()
+    text_of.cache_clear()
+    with refusal(f"{there}/own.py:net: FileNotFoundError"):
         load("runs/own")
     assert load("runs/own", model="own.py:net").last.out_features == 2
 

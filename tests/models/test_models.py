@@ -7,7 +7,7 @@ from refusals import refusal
 from samples import Facts
 from torch import nn
 
-from common.extras.own_net import check_net
+from common.extras.own_data import check_net
 from common.models import build_model
 from common.models.nets import MaxPool
 from common.options import MODELS, Options
@@ -153,5 +153,5 @@ def test_a_frozen_batch_norm_stays_so_under_sync_bn(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\ndef f(data): return nn.Sequential(nn.Linear(10, 2), nn.BatchNorm1d(2))\n"
     )
-    net = build(f"{tmp_path}/mine.py:f", ROWS, sync_bn=True, freeze=("1.",)).train()
+    net = build(f"{tmp_path}/mine.py:f", ROWS, sync_bn=True, freeze=("1.",))
     assert isinstance(net[1], nn.SyncBatchNorm) and not net[1].training

@@ -125,7 +125,8 @@ def test_a_frozen_layer_has_no_state_and_stays_in_evaluation_mode(build):
     state.update(2)
     of = {name.partition("/")[0] for name in state.tensors()["optimizer"] if not name.endswith("ema")}
     assert of == {"4.weight", "4.bias"}
-    net.train()  # as the scripts do at each epoch
+    net.eval()
+    state.modes.train()  # as at the begin of each epoch
     assert not net[1].training and net[2].training
 
 

@@ -70,14 +70,6 @@ class FrozenNorm(Program):
         return nn.Sequential(backbone.eval().requires_grad_(False), nn.Linear(8, 3))
 
 
-class Lazy(Program):
-    doors = "script"
-
-    def net(self):
-        norm = nn.LazyInstanceNorm1d(affine=True)  # it begins with ones, not with draws
-        return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
-
-
 TINY = {
     "vocab_size": 20,
     "hidden_size": 8,
@@ -362,7 +354,6 @@ class Adversarial(Program):
 
 class AdversarialSlices(Adversarial):
     flags = SLICES
-    refused = "backward|in two parts"
 
 
 class RareExpert(Program):

@@ -47,7 +47,7 @@ def live(world, made_net, devices, size, flags, given):
         totals = steps.step(share_of(x, y, opts))
         state.note(totals)
         evaluate(steps.model, samples, state, world, state.task)
-        judge = OwnTask(lambda *given: {"loss": (1.0, 8), "hits": loss(*given)["acc"]}, [], spec="judge")
+        judge = OwnTask(lambda *given: {"loss": (1.0, 8), "hits": loss(*given)["acc"]}, "the judge")
         evaluate(steps.model, samples, state, world, judge)
         assert totals.device == [*net.parameters()][-1].device == devices[-1]
         assert state.devices == [*dict.fromkeys(p.device for p in net.parameters())]
@@ -74,7 +74,7 @@ def net_of(norm):
     ids=["plain", "slices", "more"],
 )
 def test_no_operation_of_a_step_or_an_evaluation_mixes_a_gpu_with_a_cpu(norm, own, flags):
-    task = OwnTask(loss, [], spec="own") if own else None
+    task = OwnTask(loss, "--task own") if own else None
     lives(partial(net_of, norm), GPUS[:1], 8, flags, task=task)
 
 
@@ -132,7 +132,7 @@ def test_a_net_is_cut_from_the_host_and_no_device_ever_has_all_of_it():
             model = cut(net, Options(script="mp", balance="3,1"), replace(world, devices=GPUS))
             return seen, model.describe()
 
-    found = (["cuda:0"] * 3 + ["cuda:1"], ["cuda:0: 0, 1, 2", "cuda:1: 3"])
+    found = (["cuda:0", "cuda:1"], ["cuda:0: 0, 1, 2", "cuda:1: 3"])
     assert fork_ranks(1, moves) == [found]
 
 

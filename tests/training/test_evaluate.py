@@ -49,9 +49,9 @@ def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_samp
 
 
 def test_a_judge_that_returns_nothing_for_one_block_is_told_so():
-    task = OwnTask(lambda net, batch: {"acc": (1, 1)} if len(batch[0]) < BLOCK else None, [], spec="judge")
+    task = OwnTask(lambda net, batch: {"acc": (1, 1)} if len(batch[0]) < BLOCK else None, "the judge")
     net = nn.Linear(5, 3)
-    with refusal("what --task judge returned"):
+    with refusal("what the judge returned"):
         evaluate(net, split_of(BLOCK + 1), state_of(net, Options()), ALONE, task)
 
 

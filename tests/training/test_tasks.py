@@ -1,7 +1,5 @@
 """Tasks: means over what counts, of one's own, too; what cannot be is refused in three lines."""
 
-import math
-
 import pytest
 import torch
 from refusals import refusal
@@ -88,8 +86,6 @@ def test_sequences_have_the_mean_over_their_targets_or_over_those_that_count(nam
     out = net(x)[counts]
     loss = nn.functional.cross_entropy(out, y[counts]).item()
     wanted = {"loss": loss, "acc": (out.argmax(1) == y[counts]).double().mean().item()}
-    if name == "tokens":
-        wanted["perplexity"] = math.exp(loss)
     for batch in ((x, y), {"input": x, "labels": y}):
         with torch.set_grad_enabled(training):
             values = task(net, batch)
