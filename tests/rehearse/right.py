@@ -355,7 +355,6 @@ class AcceptedCut(Right):
     """Who means it says so."""
 
     accept = "cut"
-    notes = "accepted: cut over processes"
 
     def step(self, run, batch):
         out = run.model(batch.x)

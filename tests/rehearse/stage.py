@@ -1,12 +1,15 @@
 """A row of tests/plain, of wrong.py or right.py on the stage of launch/rehearse.py."""
 
+import contextlib
+import io
 import tempfile
 from pathlib import Path
 
 import program
 from jobs import ROOT
 
-from launch.rehearse import rehearse
+from common.errors import UserError
+from launch.rehearse import FAMILIES, rehearse
 
 LOOP = Path(__file__).with_name("loop.py")
 
@@ -25,18 +28,26 @@ def command(row):
 
 
 def rehearsed(kind):
-    """({family: what is told}, notes, key) of a row."""
+    """(as which family a row is told, all that is told)"""
     program.now = row = kind()
-    with tempfile.TemporaryDirectory() as folder:
-        return rehearse(command(row), Path(folder), row.accept)
+    told = io.StringIO()
+    family = ""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(told):
+        try:
+            rehearse(command(row), Path(folder), row.accept)
+        except UserError as error:
+            print(error)
+            starts = [
+                name for name, text in FAMILIES.items() if str(error).startswith(text.partition("{")[0])
+            ]
+            (family,) = starts or ["refused"]
+    return family, told.getvalue()
 
 
 def wrong_with(row):
     """What is wrong with the verdict on a row, or ""."""
-    alarms, notes, _ = rehearsed(row)
-    family = row.family or "refused" * bool(row.refused)
-    if family and family not in alarms or not family and alarms:
-        return f"{row.__name__} is {family or 'right'}, and was told as {alarms}"
-    if row.notes not in " ".join(notes):
-        return f"{row.__name__} has no note {row.notes!r}: {notes}"
+    family, told = rehearsed(row)
+    wanted = row.family or "refused" * bool(row.refused)
+    if family != wanted or row.notes not in told:
+        return f"{row.__name__} is {wanted or 'right'} {row.notes}, and was told as {family}: {told}"
     return ""

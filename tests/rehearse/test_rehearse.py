@@ -15,9 +15,9 @@ from stage import LOOP, rehearsed, wrong_with
 
 import common.elastic  # noqa: F401  (what each process of a rehearsal is forked with)
 import common.models  # noqa: F401
-import launch.plain  # noqa: F401
+import launch.rehearsed  # noqa: F401
 from launch.command import read_command
-from launch.compare import Noise, Run, sketch_of
+from launch.compare import parted, sketch_of
 from launch.rehearse import script_of
 
 KINDS = {  # no programs, but what several have in common
@@ -59,9 +59,8 @@ def test_there_are_sixty_wrong_programs_and_sixty_right_ones():
 
 
 def test_an_alarm_has_three_lines_fact_cause_way_out():
-    alarms, _, _ = rehearsed(wrong.Enumerate)
-    assert [*alarms] == ["memory"]
-    fact, cause, way_out = alarms["memory"].splitlines()
+    _, told = rehearsed(wrong.Enumerate)
+    fact, cause, way_out = told.splitlines()
     assert fact.startswith("killed and resumed, step 6 is another one: 0.weight is off by 0.0029 of 0.4")
     assert "outside of net and optimizer" in cause and "run.progress.step" in way_out
 
@@ -123,22 +122,20 @@ def test_local_sh_without_a_script_is_train_ddp():
 
 
 def noted(tensor):
-    return Run({1: {"w": sketch_of(tensor)}}, {"weights": {"w"}})
+    return {1: {"w": sketch_of(tensor)}}
 
 
 @pytest.mark.parametrize("count", [100, 5000], ids=["whole", "sums"])
 def test_rounding_is_near_and_a_thousandth_of_one_weight_is_far(count):
     weight = torch.randn(count, generator=torch.Generator().manual_seed(1))
-    rounded = weight * (1 + 2**-23)
-    noise = Noise(noted(weight), noted(rounded))
-    assert noise.far(noted(weight * (1 - 2**-23))) is None
+    rounded = noted(weight * (1 + 2**-23))
+    assert parted(noted(weight), noted(weight * (1 - 2**-23)), rounded) is None
     other = weight.clone()
     other[7] += 1e-3 * count**0.5
-    assert noise.far(noted(other)).step == 1
-    assert noted(weight).differs(noted(rounded)) and not noted(weight).differs(noted(weight.clone()))
+    assert parted(noted(weight), noted(other), rounded).step == 1
+    assert parted(noted(weight), rounded) and not parted(noted(weight), noted(weight.clone()))
 
 
-def test_nothing_is_compared_once_one_ulp_has_grown_to_a_hundredth():
+def test_nothing_is_compared_once_one_ulp_has_grown_to_a_thousandth():
     weight = torch.ones(9)
-    noise = Noise(noted(weight), noted(weight * 1.02))
-    assert noise.loud() == 1 and noise.far(noted(weight * 9)) is None
+    assert not parted(noted(weight), noted(weight * 1.9), noted(weight * 1.001))
