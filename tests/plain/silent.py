@@ -245,7 +245,7 @@ class FrozenNormByTrain(ModeFlag):
 class Qat(Program):
     """Observers, which see an evaluation, too; its own numbers follow from its batches."""
 
-    family = "cut"
+    family = "evaluation"
 
     lives = (1, 4), (1, 0)
     evaluation = Program.nothing

@@ -1,13 +1,11 @@
 """Programs that are right, of which a rehearsal must say so; beside those of tests/plain."""
 
 import random
-from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from program import Part, Samples, mean_loss
-from stage import Rehearsed
+from stage import Read, Rehearsed, around, headed, row
 from torch import nn
 
 
@@ -18,12 +16,7 @@ class Right(Rehearsed):
 class Flat(Right):
     def loop(self, run):
         for batch in run:
-            run.step(mean_loss(run.model, batch))
-
-
-class DefaultTask(Right):
-    doors = "script"
-    own = "model dataset optimizer"
+            self.step(run, batch)
 
 
 # ---- nets ----
@@ -31,11 +24,7 @@ class Drop(Right):
     notes = "it draws"
 
     def net(self):
-        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3))
-
-
-class DropScript(Drop):
-    doors = "script"
+        return around(nn.Tanh(), nn.Dropout(0.3))
 
 
 class Norm(Right):
@@ -43,23 +32,22 @@ class Norm(Right):
     count = 44  # four whole batches
 
     def net(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-
-
-class NormScript(Norm):
-    doors = "script"
+        return around(nn.BatchNorm1d(8), nn.Tanh())
 
 
 class DropAndNorm(Norm):
     def net(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+        return around(nn.BatchNorm1d(8), nn.Dropout(0.2))
 
 
-class Convolutions(Norm):
-    count = 46
-    kind = torch.optim.AdamW
+class Adam(Right):
+    kind = torch.optim.Adam
     rate = 1e-3
     arguments = {}
+
+
+class Convolutions(Adam):
+    notes = "BatchNorm"
 
     def net(self):
         def part(a, b):
@@ -74,14 +62,10 @@ class Convolutions(Norm):
 
 class LayerNorms(Right):
     def net(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+        return around(nn.LayerNorm(8), nn.GELU())
 
 
-class Attention(Right):
-    kind = torch.optim.Adam
-    rate = 1e-3
-    arguments = {}
-
+class Attention(Adam):
     def net(self):
         layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
         return nn.Sequential(nn.Embedding(20, 8), layer, nn.Flatten(), nn.Linear(40, 3))
@@ -96,25 +80,18 @@ class Recurrent(Attention):
         def forward(net, x):
             return net.head(net.cell(net.words(x))[0][:, -1])
 
-        cell = nn.GRU(8, 8, batch_first=True)
-        return Part(forward, words=nn.Embedding(20, 8), cell=cell, head=nn.Linear(8, 3))
+        return headed(forward, words=nn.Embedding(20, 6), cell=nn.GRU(6, 6, batch_first=True))
 
 
 class Deep(Right):
     rate = 0.01
 
     def net(self):
-        layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(20)]
-        return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))
+        return around(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(20)))
 
 
-class Chaotic(Right):
-    rate = 8.0
-
-
-class Heavy(Right):
-    rate = 0.02
-    arguments = {"momentum": 0.99}
+row("Chaotic", Right, rate=8.0)
+row("Heavy", Right, rate=0.02, arguments={"momentum": 0.99})
 
 
 class TwoCalls(Right):
@@ -126,10 +103,9 @@ class TwoCalls(Right):
 class Checkpointed(Right):
     def net(self):
         def forward(net, x):
-            inner = torch.utils.checkpoint.checkpoint(net.inner, x, use_reentrant=False)
-            return net.head(inner)
+            return net.head(torch.utils.checkpoint.checkpoint(net.inner, x, use_reentrant=False))
 
-        return Part(forward, inner=nn.Sequential(nn.Linear(6, 8), nn.Tanh()), head=nn.Linear(8, 3))
+        return headed(forward, inner=nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
 
 
 class Large(Right):
@@ -141,7 +117,6 @@ class Large(Right):
 
 # ---- optimizers ----
 OPTIMIZERS = {
-    "Adam": {},
     "AdamW": {"amsgrad": True},
     "Adamax": {},
     "NAdam": {},
@@ -153,22 +128,14 @@ OPTIMIZERS = {
     "ASGD": {},
     "Rprop": {},
 }
-
-
-def row(name, base=Right, **facts):
-    type(name, (base,), facts | {"__module__": __name__})
-
-
 for name, arguments in OPTIMIZERS.items():
-    row(name, kind=getattr(torch.optim, name), rate=1e-3, arguments=arguments)
-row("Nesterov", arguments={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3})
-row("Dampened", arguments={"momentum": 0.9, "dampening": 0.5})
+    row(name, Adam, kind=getattr(torch.optim, name), arguments=arguments)
+row("Nesterov", Right, arguments={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3})
+row("Dampened", Right, arguments={"momentum": 0.9, "dampening": 0.5})
 
 
-class Muon(Right):
+class Muon(Adam):
     kind = torch.optim.Muon
-    rate = 0.01
-    arguments = {}
 
     def net(self):
         return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
@@ -182,18 +149,15 @@ class TwoRates(Right):
         return torch.optim.SGD(groups, self.rate)
 
 
-class TwoRatesScript(TwoRates):
-    doors = "script"
-    slow = {"scale": 0.1}
+row("TwoRatesScript", TwoRates, doors="script", slow={"scale": 0.1})
 
 
 # ---- losses, data ----
 class NoisyLoss(Right):
     notes = "it draws"
 
-    def step(self, run, batch):
-        x = batch.x + 0.3 * torch.randn_like(batch.x)
-        run.step(F.cross_entropy(run.model(x), batch.y))
+    def of_batch(self, out, y):
+        return F.cross_entropy(out + 0.3 * torch.randn_like(out), y)
 
 
 class SumAndCount(Right):
@@ -217,68 +181,69 @@ class Matrix(Right):
 class Augmented(Right):
     """Draws of torch, random and numpy in a Dataset."""
 
-    class samples(Samples):
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x + 0.1 * torch.randn(6) * random.random() * np.random.rand(), y
+    class samples(Read):
+        def read(self, x):
+            return x + 0.1 * torch.randn(6) * random.random() * np.random.rand()
 
 
-class Doubles(Right):
+class Changed(Right):
+    """Other inputs."""
+
+    def sample(self, draws):
+        x, y = super().sample(draws)
+        return self.changed(x), y
+
+
+class Doubles(Changed):
+    changed = torch.Tensor.double
+
     def net(self):
         return super().net().double()
 
-    def sample(self, draws):
-        x, y = super().sample(draws)
-        return x.double(), y
 
-
-class DoublesConverted(DefaultTask):
-    """float64 of a table, for a net of float32."""
-
-    def sample(self, draws):
-        x, y = super().sample(draws)
-        return x.double() / 3, y
+# without a task of one's own float64 of a table becomes float32
+class DefaultTask(Changed):
+    doors = "script"
+    own = "model dataset optimizer"
+    changed = torch.Tensor.double
 
 
 class LargeIds(DefaultTask):
-    """Numbers of users above 2**24 in a table of float64."""
+    """Numbers of users above 2**24."""
+
+    def changed(self, x):
+        x = x.double()
+        x[0] = 2**24 + (1000 * x[0].abs()).floor()
+        return x
 
     def net(self):
         def forward(net, x):
-            return net.head(net.words(x[:, 0].long() % 30) + x[:, 1:].float())
+            return net.head(net.words(x[:, 0].long() % 30) + x.float()[:, :6] * 0.1)
 
-        return Part(forward, words=nn.Embedding(30, 5), head=nn.Linear(5, 3))
-
-    def sample(self, draws):
-        x, y = super().sample(draws)
-        x = x.double()
-        x[0] = 2**24 + torch.randint(0, 1000, (), generator=draws).item()
-        return x, y
+        return headed(forward, words=nn.Embedding(30, 6))
 
 
 class Milliseconds(DefaultTask):
     """Differences of large numbers, made up here."""
 
+    def changed(self, x):
+        return 1e8 + 10 * x.double()
+
     def net(self):
-        return Part(lambda net, x: net.head((x[:, 1:] - x[:, :1]).float() / 10), head=nn.Linear(5, 3))
-
-    def sample(self, draws):
-        x, y = super().sample(draws)
-        return 1e8 + 10 * x.double(), y
+        return headed(lambda net, x: net.head((x - x[:, :1]).float() / 10))
 
 
-class Bytes(Right):
-    def sample(self, draws):
-        x = torch.randint(0, 9, (6,), generator=draws, dtype=torch.uint8)
-        return x, int(x[:3].argmax())
+class Bytes(Changed):
+    def changed(self, x):
+        return (x.abs() * 9).byte()
 
-    def loss(self, net, batch):
-        x, y = batch
-        return self.scores(net(x.float() / 9), y)
+    def net(self):
+        return headed(lambda net, x: net.head(x.float() / 9))
 
 
-row("FewSamples", count=7)
-row("OneSample", count=1)
+row("NoTask", DefaultTask, changed=lambda self, x: x)
+row("FewSamples", Right, count=7)
+row("OneSample", Right, count=1)
 
 
 # ---- what a loop does ----
@@ -292,9 +257,7 @@ class KeptPlateau(Right):
         return {"plateau": self.plateau}
 
     def report(self, run):
-        found = run.evaluate(lambda batch: self.values(run, batch))
-        run.report(**found)
-        self.plateau.step(round(found["val_acc"], 1))
+        self.plateau.step(round(super().report(run)["val_acc"], 1))
 
 
 class OfTheStep(Right):
@@ -302,12 +265,6 @@ class OfTheStep(Right):
 
     def step(self, run, batch):
         run.step(F.cross_entropy(run.model(batch.x) / (1 + run.progress.step / 20), batch.y))
-
-
-class Schedule(Right):
-    @property
-    def flags(self):
-        return {"schedule": lambda step, total: 1 - step / total}
 
 
 class Gan(Right):
@@ -343,12 +300,8 @@ class Leaves(Right):
 
 
 class TwoForwardsInAJudge(Right):
-    def report(self, run):
-        def judge(batch):
-            out = run.model(batch.x) + run.model(-batch.x)
-            return self.scores(out, batch.y)
-
-        run.report(**run.evaluate(judge))
+    def judge(self, run, batch):
+        return self.scores(run.model(batch.x) + run.model(-batch.x), batch.y)
 
 
 class AcceptedCut(Right):
@@ -356,29 +309,31 @@ class AcceptedCut(Right):
 
     accept = "cut"
 
-    def step(self, run, batch):
-        out = run.model(batch.x)
-        run.step(F.cross_entropy(out - out.mean(0), batch.y))
+    def of_batch(self, out, y):
+        return F.cross_entropy(out - out.mean(0), y)
 
 
 # ---- flags ----
 SGD = {"optimizer": "sgd"}
+ADAMW = {"optimizer": "adamw", "lr": 0.001}
 FLAGS = {
     "Cosine": SGD | {"lr_schedule": "cosine"},
-    "Warmup": {"warmup_epochs": 1, "optimizer": "adamw", "lr": 0.001},
+    "Warmup": ADAMW | {"warmup_epochs": 1},
     "Steps": SGD | {"lr_schedule": "step"},
     "Clips": SGD | {"clip_grad_norm": 0.05},
     "Averaged": SGD | {"ema_decay": 0.9},
     "Pieces": SGD | {"micro_batch_size": 3},
-    "Slices": {"virtual_ranks": 4, "optimizer": "adam", "lr": 0.001},
+    "Slices": ADAMW | {"virtual_ranks": 4},
     "TwoSlices": SGD | {"virtual_ranks": 2},
-    "Decay1d": {"weight_decay": 0.1, "no_decay_1d": "", "optimizer": "adamw", "lr": 0.001},
+    "Decay1d": ADAMW | {"weight_decay": 0.1, "no_decay_1d": ""},
     "ByName": {"optimizer": "radam", "lr": 0.001},
 }
 for name, flags in FLAGS.items():
-    row(name, doors="script", own="model dataset task", only_script=flags)
-in_script = partial(row, doors="script", notes="")
-in_script("DropSlices", Drop, flags={"virtual_ranks": 4})
-in_script("NormSlices", Norm, flags={"virtual_ranks": 4})
-in_script("TwoDevices", script="train_dp.py", flags={"devices": "cpu,cpu"})
-in_script("StagesOfOne", script="train_mp.py", flags={"devices": "cpu,cpu"})
+    row(name, Right, doors="script", own="model dataset task", only_script=flags)
+row("Schedule", Right, flags={"schedule": lambda step, total: 1 - step / total})
+row("DropScript", Drop, doors="script")
+row("DropSlices", Drop, doors="script", flags={"virtual_ranks": 4})
+row("NormScript", Norm, doors="script")
+row("NormSlices", Norm, doors="script", flags={"virtual_ranks": 4})
+row("TwoDevices", Right, doors="script", script="train_dp.py", flags={"devices": "cpu,cpu"})
+row("StagesOfOne", Right, doors="script", script="train_mp.py", flags={"devices": "cpu,cpu"})

@@ -6,7 +6,9 @@ import tempfile
 from pathlib import Path
 
 import program
+import torch.nn.functional as F
 from jobs import ROOT
+from torch import nn
 
 from common.errors import UserError
 from launch.rehearse import FAMILIES, rehearse
@@ -19,8 +21,50 @@ class Rehearsed(program.Program):
 
     rows = []
     doors = "loop"
+    n = 0
+
+    def of_batch(self, out, y):
+        """The loss, as a mean."""
+        return F.cross_entropy(out, y)
+
+    def scores(self, out, y):
+        return super().scores(out, y) | {"loss": (self.of_batch(out, y) * len(y), len(y))}
+
+    def step(self, run, batch):
+        run.step(self.of_batch(run.model(batch.x), batch.y))
+
+    def judge(self, run, batch):
+        return self.values(run, batch)
+
+    def report(self, run):
+        found = run.evaluate(lambda batch: self.judge(run, batch))
+        run.report(**found)
+        return found
 
 
+def row(name, base, **facts):
+    type(name, (base,), facts)
+
+
+# ---- parts of rows ----
+def around(*layers):
+    return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))
+
+
+def headed(forward, **parts):
+    """A net of a function of it and x."""
+    return program.Part(forward, head=nn.Linear(6, 3), **parts)
+
+
+class Read(program.Samples):
+    """Inputs that are made anew at each reading."""
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return self.read(x), y
+
+
+# ---- what is told of a row ----
 def command(row):
     if "loop" in row.doors:
         return [str(LOOP)]
