@@ -74,10 +74,11 @@ def parted(one: dict, other: dict, rounded: dict | None = None) -> Gap | None:
                     step, f"{name} is off by {off:.2g} of {sketch.size:.2g}, rounding makes {noise:.2g}"
                 )
     last, later = sorted([max(one, default=0), max(other, default=0)])
-    return Gap(last + 1, "the whole step is missing") if last < later else None
+    return Gap(last + 1, "the whole step is missing") if last < later and not rounded else None
 
 
 def grown(sketches: dict, rounded: dict) -> float:
     """How far rounding leads in the middle tensor, as a part of it: there may be chaos."""
-    pairs = [(sketch, rounded.get(name, sketch)) for name, sketch in sketches.items()]
-    return median(apart(*pair) / (pair[0].size or 1.0) for pair in pairs)
+    return median(
+        apart(sketch, rounded.get(name, sketch)) / (sketch.size or 1.0) for name, sketch in sketches.items()
+    )

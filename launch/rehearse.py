@@ -21,7 +21,7 @@ import tempfile
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
@@ -35,7 +35,6 @@ from common.place import MEETING  # noqa: E402
 from launch.command import NPROC, run_tool  # noqa: E402
 from launch.torchrun import check_options, find_script  # noqa: E402
 
-FORK = get_context("fork")
 FIRST_KILL = 6
 MOST_PROCESSES = 3
 RUNS = {  # the lives of each run, until one ends well: what they do (launch/rehearsed.py)
@@ -191,7 +190,7 @@ def run_of(script, folder, name, most=1, **change):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         places = [f"{rank} {size} {rank} {size} 127.0.0.1 {port}" for rank in range(size)]
-        forks = [FORK.Process(target=live, args=(script, place, folder, does | change)) for place in places]
+        forks = [ForkProcess(target=live, args=(script, place, folder, does | change)) for place in places]
         for fork in forks:
             fork.start()
         for fork in forks:

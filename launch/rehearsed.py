@@ -6,7 +6,6 @@ step 6 is noted, {"report": (15, 9)} in an evaluation; {"ulp": 1} moves each wei
 what that does to a program alike in each of its runs is seen by nothing else.
 """
 
-import math
 import pickle
 import signal
 from contextlib import contextmanager
@@ -58,6 +57,7 @@ class Watched(common.elastic.Elastic):
         if "calm" in self.does:
             nn.modules.batchnorm._BatchNorm.train = lambda norm, mode=True: nn.Module.train(norm, False)
             Silence().__enter__()
+        self.move()
         super()._join()
 
     # ---- what is noted, and what then strikes ----
@@ -76,10 +76,14 @@ class Watched(common.elastic.Elastic):
         if self.world.rank == 0:
             tensors |= {ROW + name: torch.tensor([value], dtype=torch.float32) for name, value in row.items()}
         pickle.dump((step, {name: sketch_of(tensor) for name, tensor in tensors.items()}), self.notes)
-        at, number = self.does.get(what, (math.inf, 0))
-        if step >= at and self.world.rank == self.world.size - 1:
+        strike = self.does.get(what)
+        if strike and step >= strike[0] and self.world.rank == self.world.size - 1:
             self.store.saver.wait()
-            signal.raise_signal(number)
+            signal.raise_signal(strike[1])
+        self.move()
+
+    def move(self):
+        """Each weight by one ulp, in a run that shows how far rounding leads."""
         for p in self.net.parameters() if "ulp" in self.does else ():
             one = signs(p.numel()).view(p.shape).to(p.device)
             p.data.mul_(1 + torch.finfo(p.dtype).eps * one)

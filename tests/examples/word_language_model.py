@@ -13,22 +13,24 @@ def windows(text):
     return [(column[t : t + 5], column[t + 1 : t + 6]) for t in (0, 5, 10) for column in text]
 
 
-def made():
+TEST = windows(TEXT.flip(1))[:COLUMNS]
+OPTIONS = {"dataset": windows(TEXT), "test_set": TEST, "order": "given", "epochs": 4, "clip_grad_norm": 0.25}
+
+
+def net():
     def forward(net, x, hidden):
         seen, hidden = net.rnn(net.words(x), hidden)
         return net.head(seen).transpose(1, 2), hidden
 
-    net = Part(forward, words=nn.Embedding(9, 8), rnn=nn.RNN(8, 8, batch_first=True), head=nn.Linear(8, 9))
-    return {
-        "net": net,
-        "optimizer": optim.SGD(net.parameters(), 20.0),
-        "dataset": windows(TEXT),
-        "test_set": windows(TEXT.flip(1))[:COLUMNS],
-        "memory": {"held": Held(hidden=torch.zeros(1, COLUMNS, 8), best=9.0)},
-        "order": "given",
-        "epochs": 4,
-        "clip_grad_norm": 0.25,
-    }
+    return Part(forward, words=nn.Embedding(9, 8), rnn=nn.RNN(8, 8, batch_first=True), head=nn.Linear(8, 9))
+
+
+def optimizer(net):
+    return optim.SGD(net.parameters(), 20.0)
+
+
+def memory(net, optimizer):
+    return {"held": Held(hidden=torch.zeros(1, COLUMNS, 8), best=9.0)}
 
 
 def next_epoch(optimizer, held, loss):
@@ -39,9 +41,8 @@ def next_epoch(optimizer, held, loss):
 
 
 def plain(net, optimizer, epochs, held):
-    seen = {}
-    test_x, test_y = map(torch.stack, zip(*made()["test_set"], strict=True))
-    for number, epoch in enumerate(epochs, 1):
+    test_x, test_y = map(torch.stack, zip(*TEST, strict=True))
+    for epoch in epochs:
         for x, y in epoch:
             out, hidden = net(x, held["hidden"])
             loss = F.cross_entropy(out, y)
@@ -52,12 +53,7 @@ def plain(net, optimizer, epochs, held):
             held["hidden"] = hidden.detach()
         with torch.no_grad():
             loss = F.cross_entropy(net(test_x, None)[0], test_y).item()
-        seen |= {
-            f"step {3 * number}: val_loss": loss,
-            f"step {3 * number}: lr": optimizer.param_groups[0]["lr"],
-        }
         next_epoch(optimizer, held, loss)
-    return seen
 
 
 def mine(run, held):

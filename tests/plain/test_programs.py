@@ -370,6 +370,8 @@ class Diffusion(Program):
 class Vae(Diffusion):
     """The net draws."""
 
+    rate = 0.01
+
     def net(self):
         def forward(net, x):
             mean = net.encoder(x)
@@ -386,6 +388,7 @@ class Vae(Diffusion):
 class OtherDraws(Diffusion):
     """Draws of random and numpy."""
 
+    accept = "cut"  # these draws a rehearsal cannot silence
     doors = "script stages"
 
     def net(self):
@@ -688,6 +691,7 @@ class AnnealedByHook(Annealed):
 class Observed(Program):
     """A running mean that begins at infinity, as observers of quantization do."""
 
+    accept = "cut"  # each slice has a largest number of its own
     draws = True
     flags = SLICES
     top = torch.inf
