@@ -1,7 +1,6 @@
 """timm's average is evaluated; a rate that falls when that stalls, and an end when it stalls twice."""
 
 import torch
-import torch.nn.functional as F
 from beside import TEST, class_loss
 from program import Held
 from timm.utils import ModelEmaV3
@@ -42,7 +41,7 @@ def plain(net, optimizer, epochs, ema, plateau, stopper):
 
 def mine(run, ema, plateau, stopper):
     def judge(batch):
-        return {"loss": (F.cross_entropy(ema.module(batch.x), batch.y, reduction="sum"), len(batch.y))}
+        return {"loss": (class_loss(ema.module, batch.data) * len(batch.y), len(batch.y))}
 
     for epoch in run.epochs():
         if stopper["bad"] == 2:

@@ -18,6 +18,6 @@ def test_a_job_ends_as_its_plain_loop_through_a_kill_and_a_resize(name, tmp_path
         raise pytest.fail.Exception(str(wrong), pytrace=False) from None
 
 
-def test_the_readme_shows_each_job_and_how_many_of_its_lines_differ():
+def test_the_readme_names_each_job():
     readme = (HERE / "README.md").read_text()
-    assert [row for row in (Job(name).row() for name in NAMES) if row not in readme] == []
+    assert [name for name in NAMES if f"| {name}: " not in readme] == []

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from beside import NUMBERS
 from program import Part
-from torch import nn, optim
+from torch import nn
 
 BITWISE = True
 OPTIONS = {"dataset": NUMBERS}
@@ -16,10 +16,6 @@ def net():
         return net.decoder(mean + torch.randn_like(mean) * (log / 2).exp()), mean, log
 
     return Part(forward, encoder=nn.Linear(6, 4), decoder=nn.Linear(2, 6))
-
-
-def optimizer(net):
-    return optim.SGD(net.parameters(), 1e-3)
 
 
 def loss_of(net, x):

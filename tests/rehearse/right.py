@@ -5,10 +5,13 @@ Nets that draw, normalise batches, or carry rounding far; flags.
 
 import random
 
+import dcgan
+import imagenet
 import numpy as np
 import torch
 import torch.nn.functional as F
-from stage import Read, Rehearsed, around, row
+from program import SLICES
+from stage import Read, Rehearsed, around, row, wide
 from torch import nn
 
 
@@ -47,10 +50,7 @@ class Convolutions(Adam):
     notes = "BatchNorm"
 
     def net(self):
-        def part(a, b):
-            return [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()]
-
-        return nn.Sequential(*part(1, 4), *part(4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+        return imagenet.net()
 
     def sample(self, draws):
         x = torch.randn(1, 8, 8, generator=draws)
@@ -78,11 +78,7 @@ row("Chaotic", Right, rate=8.0)
 row("Heavy", Right, rate=0.02, arguments={"momentum": 0.99})
 
 
-class Large(Right):
-    """A tensor of which random sums are kept."""
-
-    def net(self):
-        return nn.Sequential(nn.Linear(6, 900), nn.Tanh(), nn.Linear(900, 3))
+row("Large", Right, net=wide)
 
 
 # ---- optimizers ----
@@ -128,22 +124,16 @@ row("OneSample", Right, count=1)
 class Gan(Right):
     """Two optimizers take turns."""
 
-    rate = 0.05
     report = Right.nothing
 
     def net(self):
-        return nn.ModuleDict({"D": nn.Linear(6, 1), "G": nn.Linear(6, 6)})
+        return dcgan.net()
 
     def optimizer(self, net):
-        one, two = (torch.optim.SGD(net[name].parameters(), self.rate) for name in "DG")
-        return [one, one, two]
+        return dcgan.optimizer(net)
 
     def step(self, run, batch):
-        made = run.net["G"](batch.x.flip(1))
-        if run.turn < 2:
-            run.step((F.softplus(run.net["D"](made.detach())) + F.softplus(-run.net["D"](batch.x))).mean())
-        else:
-            run.step(F.softplus(-run.net["D"](made)).mean())
+        run.step(dcgan.loss_of(run.net, batch.x, batch.x[:, :2], run.turn))
 
 
 class AcceptedCut(Right):
@@ -174,8 +164,8 @@ for name, flags in FLAGS.items():
     row(name, Right, doors="script", own="model dataset task", only_script=flags)
 row("Schedule", Right, flags={"schedule": lambda step, total: 1 - step / total})
 row("DropScript", Drop, doors="script")
-row("DropSlices", Drop, doors="script", flags={"virtual_ranks": 4})
+row("DropSlices", Drop, doors="script", flags=SLICES)
 row("NormScript", Norm, doors="script")
-row("NormSlices", Norm, doors="script", flags={"virtual_ranks": 4})
-row("TwoDevices", Right, doors="script", script="train_dp.py", flags={"devices": "cpu,cpu"})
-row("StagesOfOne", Right, doors="script", script="train_mp.py", flags={"devices": "cpu,cpu"})
+row("NormSlices", Norm, doors="script", flags=SLICES)
+for name in ("train_dp.py", "train_mp.py"):
+    row(name, Right, doors="script", script=name, flags={"devices": "cpu,cpu"})

@@ -13,8 +13,8 @@ import silent
 import test_programs
 import torch
 import torch.nn.functional as F
-from program import mean_loss
-from stage import Read, Rehearsed, around, headed, row
+from program import SLICES, mean_loss
+from stage import Read, Rehearsed, around, headed, row, wide
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -36,7 +36,7 @@ class KlAnneal(Memory):
         return F.cross_entropy(out, y) + out.square().mean() * self.n / 20
 
 
-row("KlAnnealSlices", KlAnneal, flags={"virtual_ranks": 3})
+row("KlAnnealSlices", KlAnneal, flags=SLICES)
 row("KlAnnealLoop", KlAnneal, doors="loop")
 
 
@@ -98,16 +98,9 @@ class EarlyStop(Memory):
                 break
 
 
-class Weighted(Memory):
-    """Each step has a weight, drawn by a generator of the script."""
-
-    weights = iter(np.random.default_rng(0).random, None)
-
-    def of_batch(self, out, y):
-        return F.cross_entropy(out, y) * next(self.weights)
-
-
-row("OpenedFile", Weighted, weights=itertools.cycle(range(1, 8)))  # a text is read on and on
+# each step has a weight: a generator of the script draws it; a text is read on and on
+row("Weighted", Memory, factor=np.random.default_rng(0).random)
+row("OpenedFile", Memory, factor=itertools.cycle(range(1, 8)).__next__)
 
 
 class Semi(Memory):
@@ -188,23 +181,27 @@ class PlateauBeside(Memory):
         self.n += 1
 
 
+def cooling(in_training, heat):
+    """A net whose outputs grow with each forward in this mode."""
+
+    def forward(net, x):
+        if net.training == in_training:
+            net.heat *= 0.9
+        return net.head(x) / net.heat
+
+    return headed(forward, heat=heat)
+
+
 class AttributeOfANet(Memory):
     doors = "script"
 
     def net(self):
-        def forward(net, x):
-            if net.training:
-                net.heat *= 0.9
-            return net.head(x) / net.heat
-
-        return headed(forward, heat=2.0)
+        return cooling(True, 2.0)
 
 
-class NotPersistent(AttributeOfANet):
-    doors = "loop"
-
+class NotPersistent(Memory):
     def net(self):
-        net = super().net()
+        net = cooling(True, 2.0)
         del net.heat
         net.register_buffer("heat", torch.tensor(2.0), persistent=False)
         return net
@@ -220,19 +217,18 @@ class GrowingDropout(Memory):
 
 
 class LookaheadBeside(Memory):
+    def begin(self, run):
+        self.slow = [p.detach().clone() for p in run.net.parameters()]
+
     @torch.no_grad()
     def after(self, net, optimizer, step):
-        self.n += 1
-        if self.n == 1:
-            self.slow = [p.clone() for p in net.parameters()]
-        if self.n % 3 == 0:
+        if step % 3 == 0:
             for slow, p in zip(self.slow, net.parameters(), strict=True):
                 p.copy_(slow.lerp_(p, 0.5))
 
 
 class ReplayBuffer(Memory):
-    def begin(self, run):
-        self.past = []
+    past = []
 
     def step(self, run, batch):
         self.past.append((batch.x[:1], batch.y[:1]))
@@ -264,16 +260,15 @@ class GradientBefore(Hooked):
 class PseudoLabels(Memory):
     """At the end of an epoch the net labels what the next one trains on, too."""
 
-    x = torch.linspace(-1, 1, 48).view(8, 6)
-    y = torch.zeros(8).long()
+    x = torch.eye(6)
+    y = torch.zeros(6).long()
 
     def step(self, run, batch):
         run.step(mean_loss(run.model, batch) + F.cross_entropy(run.model(self.x), self.y))
 
     def report(self, run):
         super().report(run)
-        with torch.no_grad():
-            self.y = run.model(self.x).flip(1).argmax(1)
+        self.y = run.model(self.x).flip(1).argmax(1)
 
 
 # ---- B: evaluations leave traces, in a plain loop ------------------------------------------------------
@@ -283,12 +278,7 @@ class Judged(Rehearsed):
     family = "evaluation"
 
     def net(self):
-        def forward(net, x):
-            if not net.training:
-                net.heat.mul_(0.9)
-            return net.head(x) / net.heat
-
-        return headed(forward, heat=torch.tensor(2.0))
+        return cooling(False, torch.tensor(2.0))
 
 
 class Observer(Judged):
@@ -319,7 +309,7 @@ def distilled(out, y):
 
 
 def elbo(out, y):
-    return F.cross_entropy(out, y) * 1.0 + 0.01 * out.square().mean()
+    return F.cross_entropy(out, y) + 0.01 * out.square().mean()
 
 
 def hardest(out, y):
@@ -355,13 +345,14 @@ def median(out, y):
 
 def fixed_divisor(out, y):
     """The size of a batch is written into it."""
-    return F.cross_entropy(out, y, reduction="none").sum() / 11 + 0.0
+    return F.cross_entropy(out, y, reduction="none").sum() / 11
 
 
 for loss in (negative_mean, distilled, elbo):
     row(loss.__name__, MeanOverCount, of_batch=staticmethod(loss))
-for loss in (hardest, cox, contrast, distances, covariance, median, fixed_divisor):
+for loss in (cox, contrast, distances, covariance, median, fixed_divisor):
     row(loss.__name__, Cut, of_batch=staticmethod(loss))
+row("hardest", Cut, of_batch=staticmethod(hardest), net=wide)
 row("hardest_by_a_task", Cut, of_batch=staticmethod(hardest), doors="script")
 
 
@@ -380,8 +371,7 @@ class Sam(Cut):
     def step(self, run, batch):
         named = dict(run.net.named_parameters())
         gradients = torch.autograd.grad(mean_loss(run.net, batch), [*named.values()])
-        length = torch.sqrt(sum(g.square().sum() for g in gradients)) + 1e-12
-        worse = {name: p + 0.1 * g / length for (name, p), g in zip(named.items(), gradients, strict=True)}
+        worse = {name: named[name] + g for name, g in zip(named, gradients, strict=True)}
         run.step(F.cross_entropy(torch.func.functional_call(run.net, worse, (batch.x,)), batch.y))
 
 
@@ -533,16 +523,8 @@ class InitInside(Random):
             run.net[2].weight.data.normal_(generator=torch.Generator().manual_seed(torch.seed() % 9999))
 
 
-class SystemRandom(Random):
-    def of_batch(self, out, y):
-        return F.cross_entropy(out, y) * random.SystemRandom().random()
-
-
-class OsBytes(Random):
-    doors = "script"
-
-    def of_batch(self, out, y):
-        return F.cross_entropy(out, y) * (1 + os.urandom(1)[0] / 256)
+row("SystemRandom", Random, factor=random.SystemRandom().random)
+row("OsBytes", Random, factor=lambda self: 1 + os.urandom(1)[0] / 256, doors="script")
 
 
 class FreshGenerator(Random):
