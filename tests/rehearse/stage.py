@@ -89,10 +89,8 @@ def rehearsed(kind):
             rehearse(command(row), Path(folder), row.accept)
         except UserError as error:
             print(error)
-            starts = [
-                name for name, text in FAMILIES.items() if str(error).startswith(text.partition("{")[0])
-            ]
-            (family,) = starts or ["refused"]
+            beginnings = {text[:15]: name for name, text in FAMILIES.items()}
+            family = beginnings.get(str(error)[:15], "refused")
     return family, told.getvalue()
 
 

@@ -32,7 +32,7 @@ class KlAnneal(Memory):
     doors = "script"
 
     def of_batch(self, out, y):
-        self.n += torch.is_grad_enabled()
+        self.n += 1
         return F.cross_entropy(out, y) + out.square().mean() * self.n / 20
 
 
