@@ -79,6 +79,7 @@ def parted(one: dict, other: dict, rounded: dict | None = None) -> Gap | None:
 
 def grown(sketches: dict, rounded: dict) -> float:
     """How far rounding leads in the middle tensor, as a part of it: there may be chaos."""
-    return median(
+    led = [
         apart(sketch, rounded.get(name, sketch)) / (sketch.size or 1.0) for name, sketch in sketches.items()
-    )
+    ]
+    return median(led or [0.0])
