@@ -1,17 +1,18 @@
 """A program in a rehearsal: as it is, on little data, with each step noted.
 
-`Watched` stands in the place of Elastic. A life strikes, or differs, as its `does` says: {"kill": 6} in
-step 6, {"stop": 8}, {"die": 15} in an evaluation; {"ulp": 1} moves each weight by one ulp a step,
-{"quiet": 1} draws the same always; others are options.
+`Watched` stands in the place of Elastic. A life differs as its `does` says: {"step": (6, 9)}, signal 9 once
+step 6 is noted, {"report": (15, 9)} in an evaluation; {"ulp": 1} moves each weight by one ulp a step;
+{"calm": 1} draws the same always, and no BatchNorm trains. `Plain` is the same program without this project:
+what that does to a program alike in each of its runs is seen by nothing else.
 """
 
-import os
 import pickle
 import signal
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.elastic
@@ -21,105 +22,71 @@ from launch.compare import ROW, signs, sketch_of
 STEPS = 20
 WHOLE_BATCHES = 4  # of an epoch
 SAMPLES = 11  # of a batch, or fewer
-ULPS = {"off": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
+REST = 6  # samples of the last batch of an epoch, if that of the whole data has fewer than others, too
 DRAWS = {"rand", "uniform", "randn", "normal", "bernoulli", "randint", "exponential"}
-OFF = dict.fromkeys(
-    ["workers", "max_steps", "patience", "save_every", "save_seconds", "check_every", "tensorboard"], 0
-)
+CHANGED = {
+    "log_every": 1,
+    "save_every": 5,
+    "max_steps": 0,
+    "patience": 0,
+    "check_every": 0,
+    "workers": 0,
+    "tensorboard": False,
+    "copy_to": "",  # a bucket holds the user's own run
+    "amp": "off",  # what 16 bits round would hide all else
+}
 
 
 class Watched(common.elastic.Elastic):
     """The loop, with notes of each step."""
 
     def _join(self):
-        self.cut()
+        """On few samples."""
+        opts = self.opts
+        key = rehearsal_key(opts)
+        self.data = self.data or common.elastic.load_data(opts, self.sets)
+        train, test = self.data.train, self.data.test
+        size = min(opts.global_batch_size, SAMPLES)
+        rest = min(len(train) % opts.global_batch_size, REST)
+        train.count = min(len(train), WHOLE_BATCHES * size + rest)
+        test.count = min(len(test), 2 * size + 1)
+        batches = -(-train.count // size)
+        few = {"run_dir": self.folder / "run", "global_batch_size": size, "epochs": -(-STEPS // batches)}
+        self.opts = replace(opts, **CHANGED | few)
+        (self.folder / "facts").write_bytes(pickle.dumps((key, self.opts, batches)))
+        if "calm" in self.does:
+            nn.modules.batchnorm._BatchNorm.train = lambda norm, mode=True: nn.Module.train(norm, False)
+            Silence().__enter__()
+        self.move()
         super()._join()
 
-    def _begin(self):
-        super()._begin()
-        self.tell()
-
-    def cut(self):
-        """To few samples, of which the last batch has fewer if that of the whole data has."""
-        self.key = rehearsal_key(self.opts)
-        if self.data is None:
-            self.data = common.elastic.load_data(self.opts, self.sets)
-        train, test = self.data.train, self.data.test
-        size = min(self.opts.global_batch_size, SAMPLES)
-        rest = len(train) % self.opts.global_batch_size
-        train.count = min(len(train), WHOLE_BATCHES * size + min(rest, size // 2 + 1))
-        test.count = min(len(test), 2 * size + 1)
-        few = OFF | {"global_batch_size": size, "epochs": -(-STEPS // -(-train.count // size))}
-        few |= {name: value for name, value in self.does.items() if hasattr(self.opts, name)}
-        self.opts = replace(self.opts, log_every=1, eval_every=1, **few)
-
-    # ---- notes ----
-    def tell(self):
-        """What is known before the first step."""
-        facts = {
-            "key": self.key,
-            "opts": self.opts,
-            "weights": {name for name, p in self.net.named_parameters() if p.is_floating_point()},
-            "norms": any(isinstance(module, _BatchNorm) for module in self.net.modules()),
-            "epoch": self.progress.steps_per_epoch,
-        }
-        self.write(facts)
-        self.move()
-        if "quiet" in self.does:
-            Silence().__enter__()
-
-    def write(self, facts, step=0):
-        pickle.dump((step, facts), self.notes)
-        self.notes.flush()
-
-    def note(self, tensors):
-        ulp = ULPS[self.opts.amp]
-        sketches = {name: sketch_of(tensor, ulp) for name, tensor in tensors.items()}
-        self.write(sketches, self.progress.step)
-
-    def note_row(self, row):
-        """Numbers of the log, which is rank 0's."""
-        if self.world.rank == 0:
-            self.note({ROW + name: torch.tensor([value], dtype=torch.float32) for name, value in row.items()})
-
-    def move(self):
-        """Each weight by one ulp, in a run that shows how far rounding leads."""
-        ulp = ULPS[self.opts.amp]
-        for p in self.net.parameters() if "ulp" in self.does else ():
-            one = signs(p.numel()).view(p.shape).to(p.device)
-            p.data.mul_(1 + max(ulp, torch.finfo(p.dtype).eps) * one)
-
+    # ---- what is noted, and what then strikes ----
     def _between_steps(self):
         tensors = self.state.tensors()
-        self.note(tensors["model"] | tensors["optimizer"])
-        self.note_row(self.progress.record)
-        self.move()
+        self.note("step", tensors["model"] | tensors["optimizer"], self.progress.record)
         super()._between_steps()
 
     def report(self, **metrics):
         super().report(**metrics)
-        self.note_row(self.progress.evaluated)
+        self.note("report", {}, self.progress.evaluated)
 
-    # ---- what strikes ----
-    def step(self, loss, count=None):
-        step = self.progress.step + 1
-        if step == self.does.get("stop"):
-            signal.raise_signal(signal.SIGTERM)
-        if step == self.does.get("kill"):
-            self.strike()
-        super().step(loss, count)
+    def note(self, what, tensors, row):
+        """These tensors, and numbers of the log, which is rank 0's; the last process strikes."""
+        step = self.progress.step
+        if self.world.rank == 0:
+            tensors |= {ROW + name: torch.tensor([value], dtype=torch.float32) for name, value in row.items()}
+        pickle.dump((step, {name: sketch_of(tensor) for name, tensor in tensors.items()}), self.notes)
+        strike = self.does.get(what)
+        if strike and step >= strike[0] and self.world.rank == self.world.size - 1:
+            self.store.saver.wait()
+            signal.raise_signal(strike[1])
+        self.move()
 
-    def evaluate(self, judge):
-        found = super().evaluate(judge)
-        if self.progress.step >= self.does.get("die", STEPS + 1):
-            self.strike()
-        return found
-
-    def strike(self):
-        """Kills the last process."""
-        self.store.saver.wait()
-        if self.world.rank == self.world.size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def move(self):
+        """Each weight by one ulp, in a run that shows how far rounding leads."""
+        for p in self.net.parameters() if "ulp" in self.does else ():
+            one = signs(p.numel()).view(p.shape).to(p.device)
+            p.data.mul_(1 + torch.finfo(p.dtype).eps * one)
 
 
 class Silence(TorchDispatchMode):
@@ -132,3 +99,37 @@ class Silence(TorchDispatchMode):
         out = func(*args, **kwargs or {})
         kind = name.removesuffix("_").removesuffix("_like")
         return out.fill_(0.5) if kind in DRAWS else out
+
+
+class Plain(Watched):
+    """One process. Order of samples, seeds, modes and arguments are taken as they are."""
+
+    def _begin(self):
+        common.elastic.prepare = lambda *_: None
+        self.opts = replace(self.opts, micro_batch_size=0, virtual_ranks=0)
+        super()._begin()
+        self.state.evaluating = self.evaluating
+        # weights are compared alone: of an evaluation, what it leaves in them
+        self.state.tensors = lambda: {"model": self.net.state_dict(), "optimizer": {}}
+
+    @contextmanager
+    def evaluating(self):
+        self.net.eval()
+        yield
+        self.state.modes.train()
+
+    def step(self, loss, count=None):
+        if isinstance(loss, dict):
+            loss, count = next(iter(loss.values()))
+        mean = loss if count is None else loss / count
+        mean.backward()
+        self.state.finish_gradient()  # clips
+        if self.state.scheduled:
+            self.state.set_rate()
+        self.optimizer.step()
+        self.net.zero_grad()
+        self.progress.count(self.opts.global_batch_size)
+        self.trained = True
+
+    def report(self, **metrics):
+        pass

@@ -6,17 +6,17 @@ from beside import actor_and_critic, numbers, pole
 from program import Held
 from torch import optim
 
+net = actor_and_critic
+STARTS = zip(numbers(48, 4) / 9, torch.special.ndtr(numbers(48, 10)), strict=True)
+OPTIONS = {"dataset": [*STARTS], "epochs": 4}
 
-def made():
-    net = actor_and_critic()
-    starts = zip(numbers(48, 4) / 9, torch.special.ndtr(numbers(48, 10)), strict=True)
-    return {
-        "net": net,
-        "optimizer": optim.Adam(net.parameters(), 0.03),
-        "dataset": [*starts],
-        "memory": {"running": Held(reward=0.0)},
-        "epochs": 4,
-    }
+
+def optimizer(net):
+    return optim.Adam(net.parameters(), 0.03)
+
+
+def memory(net, optimizer):
+    return {"running": Held(reward=0.0)}
 
 
 def played(net, state, dice):
@@ -43,8 +43,8 @@ def is_solved(running, reward):
 
 def plain(net, optimizer, epochs, running):
     for epoch in epochs:
-        for state, dice in epoch:
-            loss, reward = played(net, state, dice)
+        for batch in epoch:
+            loss, reward = played(net, *batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -54,8 +54,7 @@ def plain(net, optimizer, epochs, running):
 
 def mine(run, running):
     for batch in run:
-        state, dice = batch.data
-        loss, reward = played(run.model, state, dice)
+        loss, reward = played(run.model, *batch.data)
         reward = run.mean(reward)
         run.step(loss)
         if is_solved(running, reward):

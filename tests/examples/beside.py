@@ -1,14 +1,12 @@
 """A job of this folder beside its plain loop: in one process; in two, of which one is killed, and then three.
 
-A job is a file. `made` returns what Elastic is given; `plain` is the loop as everybody writes it, `mine` the
-same over `run`: those here, of a `loss_of` and, if it evaluates, of a `judge`; or its own. They get what the
-loop remembers, by name. A job that draws, or normalises batches, is BITWISE: a kill and other worlds change
-no bit of its run; its plain loop is that of one process.
+A job is a file, and says what differs from the USUAL one: `net`, `optimizer`, `memory`, what else Elastic is
+given (`options`, of the nets of the runs before), and its loops: `plain` as everybody writes it, `mine` over
+`run`; they get what the loop remembers, by name. A job that draws, or normalises batches, is BITWISE: a kill
+and other worlds change no bit of its run; its plain loop is that of one process.
 """
 
-import difflib
 import importlib
-import inspect
 import itertools
 import signal
 from functools import partial
@@ -24,8 +22,6 @@ from common.elastic import Elastic
 from common.extras.chosen import weights_of
 from common.sampler import ElasticSampler, seed, seeded
 
-GIVEN = {"batch_size": 16, "epochs": 2, "tensorboard": False}
-
 
 # ---- for jobs ---------------------------------------------------------------------------------------
 def numbers(count, *shape):
@@ -38,8 +34,18 @@ def labelled(count, *shape):
     return [(x, x.flatten()[:3].argmax()) for x in numbers(count, *shape)]
 
 
+NUMBERS = [*numbers(48, 6)]
+LABELLED = labelled(48, 6)
+TEST = labelled(20, 6)
+
+
 def classifier():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def critic_and_generator():
+    critic = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    return nn.ModuleDict({"critic": critic, "generator": nn.Linear(2, 6)})
 
 
 def actor_and_critic():
@@ -59,28 +65,54 @@ def pole(state, action):
     return torch.stack([x + speed / 9, speed + push / 9, angle + spin / 9, spin + angle / 3 - push / 5], -1)
 
 
-# ---- the usual loop, and in Elastic -----------------------------------------------------------------
-def plain(net, optimizer, epochs, loss_of):
+# ---- the usual loops --------------------------------------------------------------------------------
+def plain(net, optimizer, epochs, job):
     for epoch in epochs:
         for batch in epoch:
-            loss = loss_of(net, batch)
+            loss = job.loss_of(net, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
-def mine(run, loss_of):
+def mine(run, job):
     for batch in run:
-        loss = loss_of(run.model, batch.data)
+        loss = job.loss_of(run.model, batch.data)
         run.step(loss)
 
 
-def evaluated(run, loss_of, judge):
+def evaluated(run, job):
     for epoch in run.epochs():
         for batch in epoch:
-            loss = loss_of(run.model, batch.data)
+            loss = job.loss_of(run.model, batch.data)
             run.step(loss)
-        run.report(**run.evaluate(lambda batch: judge(run, batch)))
+        run.report(**run.evaluate(lambda batch: job.judge(run, batch)))
+
+
+def plain_turns(net, optimizer, epochs, job):
+    for epoch in epochs:
+        for x in epoch:
+            noise = torch.randn(len(x), 2)
+            for turn, of_turn in enumerate(optimizer):
+                loss = job.loss_of(net, x, noise, turn)
+                net.zero_grad()
+                loss.backward()
+                of_turn.step()
+                job.after(net)
+
+
+def my_turns(run, job):
+    for batch in run:
+        noise = torch.randn(len(batch.data), 2)  # the same in each turn
+        loss = job.loss_of(run.net, batch.data, noise, run.turn)
+        run.step(loss)
+        if run.stepped:
+            job.after(run.net)
+
+
+# ---- what a job may leave out -----------------------------------------------------------------------
+def optimizer(net):
+    return torch.optim.Adam(net.parameters(), 0.01)
 
 
 def class_loss(net, batch):
@@ -88,30 +120,37 @@ def class_loss(net, batch):
     return F.cross_entropy(net(x), y)
 
 
-def accuracy(run, batch):
-    return {"acc": ((run.model(batch.x).argmax(1) == batch.y).sum(), len(batch.y))}
+def judge(run, batch):
+    return {"finite": (run.model(batch.x).isfinite().sum(), len(batch.x))}
+
+
+def nothing(*_):
+    return {}
+
+
+USUAL = {"net": classifier, "optimizer": optimizer, "memory": nothing, "OPTIONS": {}, "options": nothing}
+USUAL |= {"plain": plain, "mine": mine, "loss_of": class_loss, "after": nothing, "judge": judge}
+USUAL |= {"seen": nothing, "RUNS": 1, "BITWISE": False}
+GIVEN = {"dataset": LABELLED, "batch_size": 16, "epochs": 2, "tensorboard": False}
 
 
 # ---- the plain loop's data --------------------------------------------------------------------------
 def epochs_of(dataset, batch_size, epochs, optimizer, order="shuffled", **_):
     """Batches in the order of a run, with its draws: in place of a DataLoader."""
-    turns = len(optimizer) if isinstance(optimizer, list) else 1
-    steps = itertools.count(0, turns)
+    steps = itertools.count(0, len(optimizer) if isinstance(optimizer, list) else 1)
+    batches = ElasticSampler(dataset, batch_size, seed=0 if order == "shuffled" else None)
     for epoch in range(epochs):
-        yield batches_of(dataset, batch_size, epoch, order, steps)
+        batches.set_epoch(epoch)
+        yield (batch_of(dataset, epoch, ids, next(steps)) for ids in batches)
 
 
-def batches_of(dataset, size, epoch, order, steps):
-    shuffled = ElasticSampler(dataset, size)
-    shuffled.set_epoch(epoch)
-    in_order = (range(start, start + size) for start in range(0, len(dataset), size))  # all are full
-    for ids in shuffled if order == "shuffled" else in_order:
-        samples = []
-        for i in ids:
-            with seeded(0, epoch, i):
-                samples.append(dataset[i])
-        seed(0, "step", next(steps), 0)
-        yield getattr(dataset, "collate", default_collate)(samples)
+def batch_of(dataset, epoch, ids, step):
+    samples = []
+    for i in ids:
+        with seeded(0, epoch, i):
+            samples.append(dataset[i])
+    seed(0, "step", step, 0)
+    return getattr(dataset, "collate", default_collate)(samples)
 
 
 # ---- a job ------------------------------------------------------------------------------------------
@@ -133,43 +172,44 @@ class Job:
     last_call = 0
 
     def __init__(self, name):
-        self.code = importlib.import_module(name)
-        loss_of = getattr(self.code, "loss_of", class_loss)
-        judge = getattr(self.code, "judge", None)
-        usual = partial(evaluated, judge=judge) if judge else mine
-        self.plain_loop = getattr(self.code, "plain", partial(plain, loss_of=loss_of))
-        self.my_loop = getattr(self.code, "mine", partial(usual, loss_of=loss_of))
-        self.runs = getattr(self.code, "RUNS", 1)  # one after another
+        self.code = code = importlib.import_module(name)
+        for what, usual in USUAL.items():
+            vars(code).setdefault(what, usual)
         self.flags = {}
+        loops = code.plain, code.mine
+        self.loops = [partial(loop, job=code) if loop.__module__ == __name__ else loop for loop in loops]
 
     def made(self, nets):
         torch.manual_seed(1)
-        return GIVEN | (self.code.made(nets) if self.runs > 1 else self.code.made())
+        code = self.code
+        net = code.net()
+        optimizer = code.optimizer(net)
+        own = {"net": net, "optimizer": optimizer, "memory": code.memory(net, optimizer)}
+        return GIVEN | code.OPTIONS | code.options(nets) | own
 
     def plain(self):
         nets = []
-        found = {}
-        for _ in range(self.runs):
+        for _ in range(self.code.RUNS):  # one after another
             given = self.made(nets)
             net, optimizer = given["net"], given["optimizer"]
             nets.append(net)
-            found |= self.plain_loop(net, optimizer, epochs_of(**given), **given.get("memory", {})) or {}
-        return found | net.state_dict()
+            self.loops[0](net, optimizer, epochs_of(**given), **given["memory"])
+        return self.code.seen(net, optimizer) | net.state_dict()
 
     def mine(self, given):
         nets = []
         Dies.last_call = self.last_call
-        for number in range(self.runs):
+        for number in reversed(range(self.code.RUNS)):
             own = self.made(nets)
-            folder = given["run_dir"] if number == self.runs - 1 else f"{given['run_dir']} {number}"
+            folder = given["run_dir"] if number == 0 else f"{given['run_dir']} {number}"
             with Dies(**given | own | self.flags | {"run_dir": folder}) as run:
-                self.my_loop(run, **own.get("memory", {}))
+                self.loops[1](run, **own["memory"])
             own["net"].load_state_dict(weights_of(Path(folder), "newest")[0])  # a complete run loads nothing
             nets.append(own["net"])
 
     def check(self, folder):
         """Wrong, if a number differs."""
-        bitwise = getattr(self.code, "BITWISE", False)
+        bitwise = self.code.BITWISE
         tolerance = 1e-4
         wanted = self.plain()
         differences(wanted, trained(self, Job.mine, folder / "one", [(1, 0)])[0], tolerance)
@@ -179,12 +219,3 @@ class Job:
             tolerance = 0
         killed, _ = trained(self, Job.mine, folder / "killed", [(2, 9 if bitwise else 5), (3, 0)])
         differences(wanted, killed, tolerance)
-
-    def row(self):
-        """For tests/README.md."""
-        loops = [getattr(loop, "func", loop) for loop in (self.plain_loop, self.my_loop)]
-        sources = [inspect.getsource(loop).replace("  ", "").split("\n") for loop in loops]
-        lines = list(difflib.ndiff(*sources))
-        came, went = (sum(line.startswith(sign) for line in lines) for sign in "+-")
-        same = "bits" if getattr(self.code, "BITWISE", False) else "rounding"
-        return f"| {self.code.__name__}: {self.code.__doc__.rstrip('.')} | +{came} -{went} | {same} |"

@@ -1,28 +1,26 @@
 """Two layers, each with a loss and a run of its own: the second one learns from what the first one says."""
 
 import torch
-from beside import labelled
-from torch import nn, optim
+from beside import LABELLED
+from torch import nn
 from torch.nn.functional import softplus
 
 RUNS = 2
 
 
-def made(before):
-    net = nn.Linear(8, 8)
-    positive = [torch.cat([x, torch.eye(2)[y % 2]]) for x, y in labelled(48, 6)]
-    negative = [x.roll(1) for x in positive]
-    pairs = list(zip(positive, negative, strict=True))
+def net():
+    return nn.Linear(8, 8)
+
+
+def options(before):
+    positive = torch.stack([torch.cat([x, torch.eye(2)[y % 2]]) for x, y in LABELLED])
+    pairs = torch.stack([positive, positive.roll(1, 1)], 1)
     with torch.no_grad():
         for layer in before:
-            pairs = [(layer(x).relu(), layer(y).relu()) for x, y in pairs]
-    return {"net": net, "optimizer": optim.Adam(net.parameters(), 0.03), "dataset": pairs}
+            pairs = layer(pairs).relu()
+    return {"dataset": [*pairs]}
 
 
-def goodness(out):
-    return out.relu().square().mean(1)
-
-
-def loss_of(net, batch):
-    x, y = batch
-    return (softplus(1 - goodness(net(x))) + softplus(goodness(net(y)) - 1)).mean()
+def loss_of(net, pairs):
+    positive, negative = net(pairs).relu().square().mean(2).unbind(1)
+    return (softplus(1 - positive) + softplus(negative - 1)).mean()

@@ -3,20 +3,15 @@
 import torch
 from beside import actor_and_critic, numbers, pole
 from program import Held
-from torch import optim
+
+net = actor_and_critic
+OPTIONS = {"dataset": [*range(48)], "epochs": 4}  # rows of the rollout
 
 
-def made():
-    net = actor_and_critic()
+def memory(net, optimizer):
     rollout = Held(now=numbers(12, 4) / 9)
     play(net, rollout, 0)
-    return {
-        "net": net,
-        "optimizer": optim.Adam(net.parameters(), 0.01),
-        "dataset": [*range(48)],  # rows of the rollout
-        "memory": {"rollout": rollout},
-        "epochs": 4,
-    }
+    return {"rollout": rollout}
 
 
 @torch.no_grad()

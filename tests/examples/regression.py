@@ -15,15 +15,26 @@ class Endless:
         return powers, powers @ torch.tensor([[2.0], [-1.0], [0.5]]) + 3
 
 
-def made():
-    net = nn.Linear(3, 1)
-    return {"net": net, "optimizer": optim.SGD(net.parameters(), 0.05), "dataset": Endless(), "epochs": 1}
+OPTIONS = {"dataset": Endless(), "epochs": 1}
+
+
+def net():
+    return nn.Linear(3, 1)
+
+
+def optimizer(net):
+    return optim.SGD(net.parameters(), 0.05)
+
+
+def loss_of(net, batch):
+    x, y = batch
+    return F.smooth_l1_loss(net(x), y)
 
 
 def plain(net, optimizer, epochs):
     for epoch in epochs:
-        for x, y in epoch:
-            loss = F.smooth_l1_loss(net(x), y)
+        for batch in epoch:
+            loss = loss_of(net, batch)
             if loss < 1:
                 break
             loss.backward()
@@ -33,7 +44,7 @@ def plain(net, optimizer, epochs):
 
 def mine(run):
     for batch in run:
-        loss = F.smooth_l1_loss(run.model(batch.x), batch.y)
+        loss = loss_of(run.model, batch.data)
         if run.mean(loss) < 1:
             break
         run.step(loss)

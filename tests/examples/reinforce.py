@@ -2,15 +2,15 @@
 
 import torch
 from beside import numbers, pole
-from torch import nn, optim
+from torch import nn
 from torch.distributions import Categorical
 
 BITWISE = True
+OPTIONS = {"dataset": [*numbers(48, 4) / 9]}
 
 
-def made():
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    return {"net": net, "optimizer": optim.Adam(net.parameters(), 0.01), "dataset": [*numbers(48, 4) / 9]}
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def loss_of(net, state):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from beside import Job
-from program import Wrong
 
 HERE = Path(__file__).parent
 NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"beside", "test_jobs"})
@@ -12,12 +11,9 @@ NAMES = sorted({path.stem for path in HERE.glob("*.py")} - {"beside", "test_jobs
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_job_ends_as_its_plain_loop_through_a_kill_and_a_resize(name, tmp_path):
-    try:
-        Job(name).check(tmp_path)
-    except Wrong as wrong:
-        raise pytest.fail.Exception(str(wrong), pytrace=False) from None
+    Job(name).check(tmp_path)
 
 
-def test_the_readme_shows_each_job_and_how_many_of_its_lines_differ():
+def test_the_readme_names_each_job():
     readme = (HERE / "README.md").read_text()
-    assert [row for row in (Job(name).row() for name in NAMES) if row not in readme] == []
+    assert [name for name in NAMES if f"| {name}: " not in readme] == []

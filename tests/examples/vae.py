@@ -2,37 +2,28 @@
 
 import torch
 import torch.nn.functional as F
-from beside import numbers
+from beside import NUMBERS
 from program import Part
-from torch import nn, optim
+from torch import nn
 
 BITWISE = True
+OPTIONS = {"dataset": NUMBERS}
 
 
-def made():
+def net():
     def forward(net, x):
         mean, log = net.encoder(x).chunk(2, 1)
         return net.decoder(mean + torch.randn_like(mean) * (log / 2).exp()), mean, log
 
-    net = Part(forward, encoder=nn.Linear(6, 4), decoder=nn.Linear(2, 6))
-    return {"net": net, "optimizer": optim.SGD(net.parameters(), 1e-3), "dataset": [*numbers(48, 6)]}
+    return Part(forward, encoder=nn.Linear(6, 4), decoder=nn.Linear(2, 6))
 
 
-def elbo(x, out, mean, log):
+def loss_of(net, x):
+    out, mean, log = net(x)
     return F.mse_loss(out, x, reduction="sum") - 0.5 * (1 + log - mean.square() - log.exp()).sum()
-
-
-def plain(net, optimizer, epochs):
-    for epoch in epochs:
-        for x in epoch:
-            loss = elbo(x, *net(x))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def mine(run):
     for batch in run:
-        x = batch.data
-        loss = elbo(x, *run.model(x))
-        run.step(loss * batch.size, len(x))
+        loss = loss_of(run.model, batch.data)
+        run.step(loss * batch.size, len(batch.data))

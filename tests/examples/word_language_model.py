@@ -7,28 +7,25 @@ from torch import nn, optim
 
 COLUMNS = 16
 TEXT = torch.randint(9, (COLUMNS, 16), generator=torch.Generator().manual_seed(1))
+WINDOWS = [(column[t : t + 5], column[t + 1 : t + 6]) for t in (0, 5, 10) for column in TEXT]
+TEST = [(y, x) for x, y in WINDOWS[:COLUMNS]]
+OPTIONS = {"dataset": WINDOWS, "test_set": TEST, "order": "given", "epochs": 4, "clip_grad_norm": 0.25}
 
 
-def windows(text):
-    return [(column[t : t + 5], column[t + 1 : t + 6]) for t in (0, 5, 10) for column in text]
-
-
-def made():
+def net():
     def forward(net, x, hidden):
         seen, hidden = net.rnn(net.words(x), hidden)
         return net.head(seen).transpose(1, 2), hidden
 
-    net = Part(forward, words=nn.Embedding(9, 8), rnn=nn.RNN(8, 8, batch_first=True), head=nn.Linear(8, 9))
-    return {
-        "net": net,
-        "optimizer": optim.SGD(net.parameters(), 20.0),
-        "dataset": windows(TEXT),
-        "test_set": windows(TEXT.flip(1))[:COLUMNS],
-        "memory": {"held": Held(hidden=torch.zeros(1, COLUMNS, 8), best=9.0)},
-        "order": "given",
-        "epochs": 4,
-        "clip_grad_norm": 0.25,
-    }
+    return Part(forward, words=nn.Embedding(9, 8), rnn=nn.RNN(8, 8, batch_first=True), head=nn.Linear(8, 9))
+
+
+def optimizer(net):
+    return optim.SGD(net.parameters(), 20.0)
+
+
+def memory(net, optimizer):
+    return {"held": Held(hidden=torch.zeros(1, COLUMNS, 8), best=9.0)}
 
 
 def next_epoch(optimizer, held, loss):
@@ -38,38 +35,36 @@ def next_epoch(optimizer, held, loss):
     held["best"] = min(loss, held["best"])
 
 
+def loss_of(net, batch, hidden=None):
+    x, y = batch
+    out, hidden = net(x, hidden)
+    return F.cross_entropy(out, y), hidden
+
+
 def plain(net, optimizer, epochs, held):
-    seen = {}
-    test_x, test_y = map(torch.stack, zip(*made()["test_set"], strict=True))
-    for number, epoch in enumerate(epochs, 1):
-        for x, y in epoch:
-            out, hidden = net(x, held["hidden"])
-            loss = F.cross_entropy(out, y)
+    test = [*map(torch.stack, zip(*TEST, strict=True))]
+    for epoch in epochs:
+        for batch in epoch:
+            loss, hidden = loss_of(net, batch, held["hidden"])
             loss.backward()
             nn.utils.clip_grad_norm_(net.parameters(), 0.25)
             optimizer.step()
             optimizer.zero_grad()
             held["hidden"] = hidden.detach()
         with torch.no_grad():
-            loss = F.cross_entropy(net(test_x, None)[0], test_y).item()
-        seen |= {
-            f"step {3 * number}: val_loss": loss,
-            f"step {3 * number}: lr": optimizer.param_groups[0]["lr"],
-        }
-        next_epoch(optimizer, held, loss)
-    return seen
+            loss, _ = loss_of(net, test)
+        next_epoch(optimizer, held, loss.item())
 
 
 def mine(run, held):
     def judge(batch):
-        out, _ = run.model(batch.x, None)
-        return {"loss": (F.cross_entropy(out, batch.y, reduction="sum"), batch.y.numel())}
+        loss, _ = loss_of(run.model, batch.data)
+        return {"loss": (loss * len(batch.y), len(batch.y))}
 
     for epoch in run.epochs():
         for batch in epoch:
             mine = [i % COLUMNS for i in batch.ids]
-            out, hidden = run.model(batch.x, held["hidden"][:, mine])
-            loss = F.cross_entropy(out, batch.y)
+            loss, hidden = loss_of(run.model, batch.data, held["hidden"][:, mine])
             hidden = run.gather(hidden[0])[None]
             run.step(loss)
             held["hidden"] = hidden

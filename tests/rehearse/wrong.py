@@ -13,8 +13,8 @@ import silent
 import test_programs
 import torch
 import torch.nn.functional as F
-from program import Part, Samples, mean_loss
-from stage import Rehearsed
+from program import SLICES, mean_loss
+from stage import Read, Rehearsed, around, headed, row, wide
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -26,33 +26,28 @@ import common.training.tasks
 # ---- A: what is remembered outside ------------------------------------------------------------------
 class Memory(Rehearsed):
     family = "memory"
-    n = 0
 
 
 class KlAnneal(Memory):
     doors = "script"
 
-    def loss(self, net, batch):
-        self.n += torch.is_grad_enabled()
-        x, y = batch
-        out = net(x)
-        more = out.square().sum() * min(1, self.n / 20)
-        return {"loss": (F.cross_entropy(out, y, reduction="sum") + more, len(y))}
+    def of_batch(self, out, y):
+        self.n += 1
+        return F.cross_entropy(out, y) + out.square().mean() * self.n / 20
 
 
-class KlAnnealSlices(KlAnneal):
-    flags = {"virtual_ranks": 3}
+row("KlAnnealSlices", KlAnneal, flags=SLICES)
+row("KlAnnealLoop", KlAnneal, doors="loop")
 
 
 class TaskScale(Memory):
     doors = "script"
     scale = 1.0
 
-    def scores(self, out, y):
-        loss = F.cross_entropy(out, y, reduction="sum")
-        if torch.is_grad_enabled():
-            self.scale = 0.8 * self.scale + 0.2 * loss.item() / len(y)
-        return {"loss": (loss / self.scale, len(y))}
+    def of_batch(self, out, y):
+        loss = F.cross_entropy(out, y)
+        self.scale = 0.8 * self.scale + 0.2 * loss.item()
+        return loss / self.scale
 
 
 class Enumerate(Memory):
@@ -62,13 +57,12 @@ class Enumerate(Memory):
 
 
 class BankLoop(Memory):
-    def loop(self, run):
-        bank = torch.zeros(3, 3)
-        for batch in run:
-            out = run.model(batch.x)
-            run.step(F.cross_entropy(out, batch.y) + (out - bank[batch.y]).square().mean())
-            for label, row in zip(batch.y, out.detach(), strict=True):
-                bank[label].lerp_(row, 0.1)
+    bank = torch.zeros(3, 3)
+
+    def of_batch(self, out, y):
+        loss = F.cross_entropy(out, y) + (out - self.bank[y]).square().mean()
+        self.bank[y] = out.detach()
+        return loss
 
 
 class SwaLoop(Memory):
@@ -80,8 +74,8 @@ class SwaLoop(Memory):
     def after(self, net, optimizer, step):
         self.mean.update_parameters(net)
 
-    def report(self, run):
-        run.report(**run.evaluate(lambda batch: self.loss(self.mean, batch.data)))
+    def judge(self, run, batch):
+        return self.loss(self.mean, batch.data)
 
 
 class EmaLoop(SwaLoop):
@@ -97,55 +91,33 @@ class EarlyStop(Memory):
         for epoch in run.epochs():
             for batch in epoch:
                 self.step(run, batch)
-            found = run.evaluate(lambda batch: self.values(run, batch))
-            run.report(**found)
-            bad = 0 if found["val_acc"] > best else bad + 1
-            best = max(best, found["val_acc"])
+            found = self.report(run)["val_acc"]
+            bad = 0 if found > best else bad + 1
+            best = max(best, found)
             if bad >= 2:
                 break
 
 
-class Weighted(Memory):
-    """Each step has a weight, drawn by a generator of the script."""
-
-    def begin(self, run):
-        self.weights = np.random.default_rng(0)
-
-    def weight(self):
-        return float(self.weights.random())
-
-    def step(self, run, batch):
-        run.step(mean_loss(run.model, batch) * self.weight())
-
-
-class OpenedFile(Weighted):
-    """A text is read on and on."""
-
-    lines = itertools.cycle(range(1, 8))
-
-    def weight(self):
-        return next(self.lines)
+# each step has a weight: a generator of the script draws it; a text is read on and on
+row("Weighted", Memory, factor=np.random.default_rng(0).random)
+row("OpenedFile", Memory, factor=itertools.cycle(range(1, 8)).__next__)
 
 
 class Semi(Memory):
     """Other samples, one after another."""
 
-    def others(self):
+    def begin(self, run):
         draws = torch.Generator().manual_seed(3)
-        return itertools.cycle(torch.utils.data.DataLoader(torch.randn(40, 6, generator=draws), 8))
+        self.others = itertools.cycle(torch.randn(40, 6, generator=draws).split(8))
 
-    def loop(self, run):
-        for batch, x in zip(run, self.others(), strict=False):
-            run.step(mean_loss(run.model, batch) + run.model(x).square().mean())
+    def step(self, run, batch):
+        run.step(mean_loss(run.model, batch) + run.model(next(self.others)).square().mean())
 
 
 class NextOfLoader(Semi):
-    def loop(self, run):
-        others = iter([*itertools.islice(self.others(), 40)])
-        for epoch in run.epochs():
-            for batch in epoch:
-                run.step(mean_loss(run.model, batch) + run.model(next(others)).square().mean())
-            self.report(run)
+    def begin(self, run):
+        draws = torch.Generator().manual_seed(3)
+        self.others = iter(torch.utils.data.DataLoader(torch.randn(160, 6, generator=draws), 8))
 
 
 class Hooked(Memory):
@@ -153,10 +125,10 @@ class Hooked(Memory):
 
     doors = "script"
     arguments = {}
+    seen = {}
 
     def optimizer(self, net):
         optimizer = super().optimizer(net)
-        self.seen = {}
         optimizer.register_step_pre_hook(self.hook)
         return optimizer
 
@@ -173,12 +145,11 @@ class OnWeights(Hooked):
 
 
 class CurriculumEnd(Memory):
-    class samples(Samples):
-        level = 0
+    class samples(Read):
+        level = 1
 
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x * (1 + self.level), y
+        def read(self, x):
+            return x * self.level
 
     def report(self, run):
         super().report(run)
@@ -186,14 +157,11 @@ class CurriculumEnd(Memory):
 
 
 class RareFlip(Memory):
-    class samples(Samples):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self.rng = np.random.default_rng(0)
+    class samples(Read):
+        rng = np.random.default_rng(0)
 
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return (x.flip(0) if self.rng.random() < 0.3 else x), y
+        def read(self, x):
+            return x.flip(0) if self.rng.random() < 0.3 else x
 
 
 class ScheduleOfMyOwn(Memory):
@@ -209,29 +177,31 @@ class PlateauBeside(Memory):
         self.plateau = ReduceLROnPlateau(run.optimizer, patience=0, factor=0.3)
 
     def report(self, run):
-        found = run.evaluate(lambda batch: self.values(run, batch))
-        run.report(**found)
-        self.plateau.step(found["val_loss"] + 0.5 * self.n)  # it grows
+        self.plateau.step(super().report(run)["val_loss"] + 0.5 * self.n)  # it grows
         self.n += 1
+
+
+def cooling(in_training, heat):
+    """A net whose outputs grow with each forward in this mode."""
+
+    def forward(net, x):
+        if net.training == in_training:
+            net.heat *= 0.9
+        return net.head(x) / net.heat
+
+    return headed(forward, heat=heat)
 
 
 class AttributeOfANet(Memory):
     doors = "script"
 
     def net(self):
-        def forward(net, x):
-            if net.training:
-                net.heat *= 0.9
-            return net.head(x) / net.heat
-
-        return Part(forward, head=nn.Linear(6, 3), heat=2.0)
+        return cooling(True, 2.0)
 
 
-class NotPersistent(AttributeOfANet):
-    doors = "loop"
-
+class NotPersistent(Memory):
     def net(self):
-        net = super().net()
+        net = cooling(True, 2.0)
         del net.heat
         net.register_buffer("heat", torch.tensor(2.0), persistent=False)
         return net
@@ -239,7 +209,7 @@ class NotPersistent(AttributeOfANet):
 
 class GrowingDropout(Memory):
     def net(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 3))
+        return around(nn.Dropout(0.0))
 
     def after(self, net, optimizer, step):
         self.n += 1
@@ -247,39 +217,34 @@ class GrowingDropout(Memory):
 
 
 class LookaheadBeside(Memory):
+    def begin(self, run):
+        self.slow = [p.detach().clone() for p in run.net.parameters()]
+
     @torch.no_grad()
     def after(self, net, optimizer, step):
-        self.n += 1
-        if self.n == 1:
-            self.slow = [p.clone() for p in net.parameters()]
-        if self.n % 3 == 0:
+        if step % 3 == 0:
             for slow, p in zip(self.slow, net.parameters(), strict=True):
                 p.copy_(slow.lerp_(p, 0.5))
 
 
-# ten that were made up without reading
 class ReplayBuffer(Memory):
-    def loop(self, run):
-        past = []
-        for batch in run:
-            loss = mean_loss(run.model, batch)
-            if past:
-                x, y = past[len(past) // 2]
-                loss = loss + 0.5 * F.cross_entropy(run.model(x), y)
-            run.step(loss)
-            past.append((batch.x[:1], batch.y[:1]))
+    past = []
+
+    def step(self, run, batch):
+        self.past.append((batch.x[:1], batch.y[:1]))
+        x, y = self.past[len(self.past) // 2]
+        run.step(mean_loss(run.model, batch) + 0.5 * F.cross_entropy(run.model(x), y))
 
 
 class HardOnes(Memory):
     """Classes that were wrong before weigh more."""
 
-    def loop(self, run):
-        weights = torch.ones(3)
-        for batch in run:
-            out = run.model(batch.x)
-            run.step(F.cross_entropy(out, batch.y, weight=weights))
-            for label in batch.y[out.argmax(1) != batch.y]:
-                weights[label] += 0.1
+    weights = torch.ones(3)
+
+    def of_batch(self, out, y):
+        weights = self.weights.clone()
+        self.weights[y[out.argmax(1) != y]] += 0.1
+        return F.cross_entropy(out, y, weight=weights)
 
 
 class GradientBefore(Hooked):
@@ -292,30 +257,18 @@ class GradientBefore(Hooked):
             self.seen[p] = now
 
 
-class Thermostat(Memory):
-    """The number of steps sets the temperature."""
-
-    def step(self, run, batch):
-        run.step(F.cross_entropy(run.model(batch.x) / (1 + self.n / 10), batch.y))
-        self.n += 1
-
-
 class PseudoLabels(Memory):
     """At the end of an epoch the net labels what the next one trains on, too."""
 
-    x = torch.linspace(-1, 1, 48).view(8, 6)
-    y = None
+    x = torch.eye(6)
+    y = torch.zeros(6).long()
 
     def step(self, run, batch):
-        loss = mean_loss(run.model, batch)
-        if self.y is not None:
-            loss = loss + F.cross_entropy(run.model(self.x), self.y)
-        run.step(loss)
+        run.step(mean_loss(run.model, batch) + F.cross_entropy(run.model(self.x), self.y))
 
     def report(self, run):
         super().report(run)
-        with torch.no_grad():
-            self.y = run.model(self.x).flip(1).argmax(1)
+        self.y = run.model(self.x).flip(1).argmax(1)
 
 
 # ---- B: evaluations leave traces, in a plain loop ------------------------------------------------------
@@ -325,12 +278,7 @@ class Judged(Rehearsed):
     family = "evaluation"
 
     def net(self):
-        def forward(net, x):
-            if not net.training:
-                net.heat.mul_(0.9)
-            return net.head(x) / net.heat
-
-        return Part(forward, head=nn.Linear(6, 3), heat=torch.tensor(2.0))
+        return cooling(False, torch.tensor(2.0))
 
 
 class Observer(Judged):
@@ -343,12 +291,6 @@ class Observer(Judged):
 class Cut(Rehearsed):
     family = "cut"
 
-    def of_batch(self, out, y):
-        """The loss."""
-
-    def step(self, run, batch):
-        run.step(self.of_batch(run.model(batch.x), batch.y))
-
 
 class MeanOverCount(Cut):
     """A mean, which is divided once more."""
@@ -357,20 +299,61 @@ class MeanOverCount(Cut):
         run.step(self.of_batch(run.model(batch.x), batch.y), count=len(batch.y))
 
 
-class NegMean(MeanOverCount):
-    def of_batch(self, out, y):
-        return -F.log_softmax(out, 1).gather(1, y[:, None]).mean()
+def negative_mean(out, y):
+    return -F.log_softmax(out, 1).gather(1, y[:, None]).mean()
 
 
-class Distill(MeanOverCount):
-    def of_batch(self, out, y):
-        soft = F.kl_div(F.log_softmax(out / 2, 1), F.softmax(-out.detach(), 1), reduction="batchmean")
-        return 0.7 * F.cross_entropy(out, y) + 0.3 * soft
+def distilled(out, y):
+    soft = F.kl_div(F.log_softmax(out / 2, 1), F.softmax(-out.detach(), 1), reduction="batchmean")
+    return 0.7 * F.cross_entropy(out, y) + 0.3 * soft
 
 
-class Elbo(MeanOverCount):
-    def of_batch(self, out, y):
-        return F.cross_entropy(out, y) * 1.0 + 0.01 * out.square().mean()
+def elbo(out, y):
+    return F.cross_entropy(out, y) + 0.01 * out.square().mean()
+
+
+def hardest(out, y):
+    losses = F.cross_entropy(out, y, reduction="none")
+    return losses.topk(math.ceil(0.6 * len(losses))).values.mean()
+
+
+def cox(out, y):
+    """It has the mean of the batch."""
+    return F.cross_entropy(out - out.mean(0), y)
+
+
+def contrast(out, y):
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+def distances(out, y):
+    same = y[:, None] == y
+    apart = (out[:, None] - out).square().sum(2)
+    return (same * apart + ~same * (1 - apart).clamp(min=0)).mean()
+
+
+def covariance(out, y):
+    centred = out - out.mean(0)
+    cov = centred.T @ centred / len(out)
+    return F.cross_entropy(out, y) + 0.05 * (cov - torch.eye(3)).square().sum()
+
+
+def median(out, y):
+    losses = F.cross_entropy(out, y, reduction="none")
+    return torch.where(losses > losses.median(), losses, 0.1 * losses).mean()
+
+
+def fixed_divisor(out, y):
+    """The size of a batch is written into it."""
+    return F.cross_entropy(out, y, reduction="none").sum() / 11
+
+
+for loss in (negative_mean, distilled, elbo):
+    row(loss.__name__, MeanOverCount, of_batch=staticmethod(loss))
+for loss in (cox, contrast, distances, covariance, median, fixed_divisor):
+    row(loss.__name__, Cut, of_batch=staticmethod(loss))
+row("hardest", Cut, of_batch=staticmethod(hardest), net=wide)
+row("hardest_by_a_task", Cut, of_batch=staticmethod(hardest), doors="script")
 
 
 class PostHookScript(Rehearsed, test_programs.PostHook):
@@ -382,132 +365,53 @@ class DropPostHook(Rehearsed, test_programs.PostHook):
         return nn.Sequential(super().net(), nn.Dropout(0.3))
 
 
-def hardest(out, y):
-    losses = F.cross_entropy(out, y, reduction="none")
-    return losses.topk(math.ceil(0.6 * len(losses))).values
-
-
-class Ohem(Cut):
-    def of_batch(self, out, y):
-        return hardest(out, y).mean()
-
-
-class OhemScript(Cut):
-    doors = "script"
-
-    def scores(self, out, y):
-        losses = hardest(out, y)
-        return {"loss": (losses.sum(), len(losses))}
-
-
 class Sam(Cut):
     """The gradient where the loss is worse."""
 
     def step(self, run, batch):
-        net = run.net
-        named = dict(net.named_parameters())
-        gradients = torch.autograd.grad(mean_loss(net, batch), [*named.values()])
-        length = torch.sqrt(sum(g.square().sum() for g in gradients)) + 1e-12
-        worse = {name: p + 0.1 * g / length for (name, p), g in zip(named.items(), gradients, strict=True)}
-        run.step(F.cross_entropy(torch.func.functional_call(net, worse, (batch.x,)), batch.y))
-
-
-class Cox(Cut):
-    """The loss has the mean of the batch."""
-
-    def of_batch(self, out, y):
-        return F.cross_entropy(out - out.mean(0), y)
-
-
-class Contrast(Cut):
-    outputs = 6
-
-    def of_batch(self, out, y):
-        return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+        named = dict(run.net.named_parameters())
+        gradients = torch.autograd.grad(mean_loss(run.net, batch), [*named.values()])
+        worse = {name: named[name] + g for name, g in zip(named, gradients, strict=True)}
+        run.step(F.cross_entropy(torch.func.functional_call(run.net, worse, (batch.x,)), batch.y))
 
 
 class Roll(Cut):
     """Mixup with a neighbour in the batch."""
 
     def step(self, run, batch):
-        x = 0.7 * batch.x + 0.3 * batch.x.roll(1, 0)
-        run.step(F.cross_entropy(run.model(x), batch.y))
-
-
-class Distances(Cut):
-    def of_batch(self, out, y):
-        same = y[:, None] == y
-        apart = (out[:, None] - out).square().sum(2)
-        return (same * apart + ~same * (1 - apart).clamp(min=0)).mean()
-
-
-class Covariance(Cut):
-    def of_batch(self, out, y):
-        centred = out - out.mean(0)
-        cov = centred.T @ centred / len(out)
-        return F.cross_entropy(out, y) + 0.05 * (cov - torch.eye(3)).square().sum()
-
-
-class Median(Cut):
-    def of_batch(self, out, y):
-        losses = F.cross_entropy(out, y, reduction="none")
-        return torch.where(losses > losses.median(), losses, 0.1 * losses).mean()
-
-
-class FixedDivisor(Cut):
-    """The size of a batch is written into the loss."""
-
-    def of_batch(self, out, y):
-        return F.cross_entropy(out, y, reduction="none").sum() / 11 + 0.0
+        run.step(F.cross_entropy(run.model(0.7 * batch.x + 0.3 * batch.x.roll(1, 0)), batch.y))
 
 
 class OwnNorm(Cut):
-    step = Rehearsed.step
-
     def net(self):
-        def forward(net, x):
-            return net.head((x - x.mean(0)) / (x.var(0, correction=0) + 1e-2).sqrt())
-
-        return Part(forward, head=nn.Linear(6, 3))
+        return headed(lambda net, x: net.head((x - x.mean(0)) / (x.var(0, correction=0) + 1e-2).sqrt()))
 
 
-class BnMean(OwnNorm):
+class BnMean(Cut):
     """A mean beside a BatchNorm."""
 
     count = 44
 
     def net(self):
-        def forward(net, x):
-            return net.head(net.norm(x) - x.mean(0))
-
-        return Part(forward, head=nn.Linear(6, 3), norm=nn.BatchNorm1d(6))
+        return headed(lambda net, x: net.head(net.norm(x) - x.mean(0)), norm=nn.BatchNorm1d(6))
 
 
-class WeightOfTheShare(OwnNorm):
+class WeightOfTheShare(Cut):
     """The gradient's length in a share."""
 
-    def net(self):
-        def forward(net, x):
-            out = net.head(x)
-            if out.requires_grad:
-                out.register_hook(lambda gradient: gradient / gradient.norm())
-            return out
-
-        return Part(forward, head=nn.Linear(6, 3))
+    def of_batch(self, out, y):
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient / gradient.norm())
+        return F.cross_entropy(out, y)
 
 
-class LrTimesWorld(OwnNorm):
-    net = Rehearsed.net
-
+class LrTimesWorld(Cut):
     def begin(self, run):
-        for group in run.optimizer.param_groups:
-            group["lr"] = self.rate * run.world.size
+        run.optimizer.param_groups[0]["lr"] *= run.world.size
 
 
-class Auc(LrTimesWorld):
+class Auc(Cut):
     """The judge collects scores, of which each process has its own."""
-
-    begin = Rehearsed.begin
 
     def report(self, run):
         scores = []
@@ -525,6 +429,9 @@ class RowsOfThisBatch(Rehearsed):
     """An optimizer that shrinks rows of a sparse gradient alone: here a gradient is dense."""
 
     family = "plain"
+    net = test_programs.SparseSgd.net
+    sample = test_programs.SparseSgd.sample
+    sparse = True
 
     class kind(torch.optim.SGD):
         @torch.no_grad()
@@ -533,21 +440,6 @@ class RowsOfThisBatch(Rehearsed):
             rows = words.grad.coalesce().indices()[0] if words.grad.is_sparse else slice(None)
             words[rows] *= 0.9
             super().step()
-
-    def net(self):
-        return nn.Sequential(nn.EmbeddingBag(20, 6, sparse=True), nn.Linear(6, 3))
-
-    sample = test_programs.SparseSgd.sample
-
-
-class RateOfItsOwn(Rehearsed):
-    """An optimizer by flags that does not ask for --lr."""
-
-    family = "refused"
-    doors = "script"
-
-    def optimizer(self, net):
-        return torch.optim.SGD(net.parameters(), 0.3)
 
 
 # ---- E: between `with` and `for`; each process by itself -------------------------------------------------
@@ -575,48 +467,44 @@ class Moves(Ranks):
     def step(self, run, batch):
         super().step(run, batch)
         with torch.no_grad():
-            self.move(run, batch)
+            self.move(run, batch, run.net[0].weight)
 
 
 class NoiseByRank(Moves):
-    def move(self, run, batch):
+    def move(self, run, batch, weight):
         draws = torch.Generator().manual_seed(100 * run.progress.step + run.world.rank)
-        for p in run.net.parameters():
-            p += 0.01 * torch.randn(p.shape, generator=draws)
+        weight += 0.01 * torch.randn(weight.shape, generator=draws)
 
 
 class PrunesByShare(Moves):
-    def move(self, run, batch):
-        run.net[0].weight *= 1 - 0.01 * batch.x.abs().mean()
+    def move(self, run, batch, weight):
+        weight *= 1 - 0.01 * batch.x.abs().mean()
 
 
 class RankZeroClamps(Moves):
-    def move(self, run, batch):
+    def move(self, run, batch, weight):
         if run.world.rank == 0:
-            run.net[0].weight.clamp_(-0.1, 0.1)
+            weight.clamp_(-0.1, 0.1)
 
 
-class CentreOfTheShare(Moves):
+class CentreOfTheShare(Ranks):
     """A weight that does not train is the mean of what came last."""
 
     def net(self):
         centre = nn.Parameter(torch.zeros(6), requires_grad=False)
-        return Part(lambda net, x: net.head(x - net.centre), head=nn.Linear(6, 3), centre=centre)
+        return headed(lambda net, x: net.head(x - net.centre), centre=centre)
 
-    def move(self, run, batch):
+    def step(self, run, batch):
+        super().step(run, batch)
         run.net.centre.data.lerp_(batch.x.mean(0), 0.1)
 
 
 class JudgeTrains(Ranks):
     """A judge moves a weight: each process judges other samples."""
 
-    def report(self, run):
-        def judge(batch):
-            with torch.no_grad():
-                run.net[0].weight.mul_(1 - 0.01 * batch.x.abs().mean())
-            return self.values(run, batch)
-
-        run.report(**run.evaluate(judge))
+    def judge(self, run, batch):
+        run.net[0].weight.data.mul_(1 - 0.01 * batch.x.abs().mean())
+        return self.values(run, batch)
 
 
 # ---- what nothing seeds --------------------------------------------------------------------------------
@@ -635,29 +523,28 @@ class InitInside(Random):
             run.net[2].weight.data.normal_(generator=torch.Generator().manual_seed(torch.seed() % 9999))
 
 
-class SystemRandom(Random):
-    def step(self, run, batch):
-        run.step(mean_loss(run.model, batch) * random.SystemRandom().random())
-
-
-class OsBytes(Random):
-    doors = "script"
-
-    def scores(self, out, y):
-        loss = F.cross_entropy(out, y, reduction="sum")
-        return {"loss": (loss * (1 + os.urandom(1)[0] / 256), len(y))}
+row("SystemRandom", Random, factor=random.SystemRandom().random)
+row("OsBytes", Random, factor=lambda self: 1 + os.urandom(1)[0] / 256, doors="script")
 
 
 class FreshGenerator(Random):
-    class samples(Samples):
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x + 0.1 * np.random.default_rng().random(), y
+    class samples(Read):
+        def read(self, x):
+            return x + 0.1 * np.random.default_rng().random()
 
 
 # ---- refused, by an `if` that stays ----------------------------------------------------------------------
 class Refused(Rehearsed):
     family = "refused"
+
+
+class RateOfItsOwn(Refused):
+    """An optimizer by flags that does not ask for --lr."""
+
+    doors = "script"
+
+    def optimizer(self, net):
+        return torch.optim.SGD(net.parameters(), 0.3)
 
 
 class Twice(Refused):
@@ -667,22 +554,22 @@ class Twice(Refused):
 
 
 class SumWithoutCount(Refused):
-    def step(self, run, batch):
-        run.step(F.cross_entropy(run.model(batch.x), batch.y, reduction="sum"))
+    def of_batch(self, out, y):
+        return F.cross_entropy(out, y, reduction="sum")
 
 
 class Unused(Refused):
     """By two processes: a weight has no part in the loss."""
 
     def net(self):
-        return Part(lambda net, x: net.head(x), head=nn.Linear(6, 3), other=nn.Linear(6, 3))
+        return headed(lambda net, x: net.head(x), other=nn.Linear(6, 3))
 
 
 class BnTail(Refused):
     """BatchNorm with a share of one sample: by two processes."""
 
     def net(self):
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        return around(nn.BatchNorm1d(8))
 
 
 # ---- what a guard refuses today: the same without the guard ----------------------------------------------
@@ -706,10 +593,5 @@ class EarlyTeacher(Unguarded, test_programs.EarlyTeacher):
         return test_programs.Teacher.out(self, net, x)
 
 
-class MeanWithCount(Unguarded):
-    def step(self, run, batch):
-        run.step(mean_loss(run.model, batch), count=len(batch.y))
-
-
-class SumAsMean(Unguarded):
-    step = SumWithoutCount.step
+row("MeanWithCount", Unguarded, step=MeanOverCount.step)
+row("SumAsMean", Unguarded, of_batch=SumWithoutCount.of_batch)
