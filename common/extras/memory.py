@@ -55,6 +55,12 @@ class Memory:
     def _named(self, name):
         return {f"/{name}/{key}": tensor for key, tensor in flat(self.held[name], name).items()}
 
+    def refuse_changes(self, when):
+        """Raise a UserError if a thing holds another value than was committed."""
+        for name, thing in self.things.items():
+            if not same(flat(self.held[name], name), flat(thing.state_dict(), name)):
+                raise UserError(f"memory {name} is changed {when}\nchange it where run.stepped is true")
+
     def load(self, tensors):
         """Give the things what `tensors` of an earlier life has returned."""
         for name, thing in self.things.items():

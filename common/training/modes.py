@@ -9,6 +9,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from common.errors import UserError
+
+ROUNDED = 0.1  # of what eval() has changed in a weight, so much may be left
+
 
 class Modes:
     """The modes with which a run begins: a part that evaluates then does not train."""
@@ -51,9 +55,14 @@ class Snapshot:
             if buffer is not None
         ]
 
+    def moved(self) -> dict[nn.Parameter, float]:
+        """Return how far each of these weights is from what it was."""
+        return {p: float((p.detach() - was).abs().max()) for p, was in self.weights.items() if p.numel()}
+
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Restore all to the bit."""
+    def put_back(self, names: dict[nn.Parameter, str], merged: dict[nn.Parameter, float]) -> None:
+        """Restore all to the bit; UserError if train() has not undone what eval() had `merged`."""
+        left = self.moved() if merged else {}
         for p, weight in self.weights.items():
             p.data.copy_(weight)  # not counted as a change
         for owner, name, buffer in self.buffers:
@@ -61,6 +70,12 @@ class Snapshot:
                 owner[name].copy_(buffer)
             else:
                 owner[name] = buffer
+        for p, far in left.items():
+            if far > ROUNDED * merged[p]:
+                raise UserError(
+                    f"net.eval() changes {names[p]}, and net.train() does not undo it\n"
+                    "undo it there, or leave the weights alone: training goes on with what train() leaves"
+                )
 
 
 def own(module: nn.Module, name: str) -> bool:

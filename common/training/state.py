@@ -234,13 +234,14 @@ class TrainState:
             if self.averages:
                 self.averages.lend()
             self.net.eval()
+            merged = {} if self.averages else before.moved()
         try:
             yield
         finally:
             with self.changing():
                 self.modes.train()
-                before.put_back()
                 self.own = {}
+                before.put_back(self.names, merged)
             if before.weights:  # counted as changes, though they were undone
                 self.note_versions()
 
