@@ -4,7 +4,6 @@ import functools
 import socket
 import time
 import uuid
-from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,7 +25,9 @@ def fresh_store(rank, size):
     """
     place = here()
     if not place.agent_store:
-        return _store_of_this_process(place, rank)
+        first = _first_store(place.address, place.port, rank)
+        # a script's second loop (k folds, say) finds no word of the first one
+        return dist.PrefixStore(str(first.add(f"loops/{rank}", 1)), first)
     agent = dist.PrefixStore("life", _find_store(place.address, place.port))
     if rank == 0:
         store = _open_store(place.address, 0)
@@ -36,19 +37,6 @@ def fresh_store(rank, size):
         agent.set(f"hello/{rank}", nonce)
         store = _find_store(place.address, int(agent.get(f"port/{nonce}")))
         store.add("joined", 1)
-    return store
-
-
-def _store_of_this_process(place, rank):
-    """At the address that was given; a script's second loop (k folds, say) has another port, told over it."""
-    first = _first_store(place.address, place.port, rank)
-    number = first.add(f"loops/{rank}", 1)  # as many on every rank
-    if number == 1:
-        return first
-    if rank:
-        return _find_store(place.address, int(first.get(f"port/{number}")))
-    store = _open_store(place.address, 0)
-    first.set(f"port/{number}", str(store.port))
     return store
 
 
@@ -110,38 +98,18 @@ def _listen(host, port):
     return socket.create_server(address[:2], family=family, backlog=1024)
 
 
-def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]:
+def lifelines(store: dist.Store, rank: int, size: int) -> list[socket.socket]:
     """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process.
 
     It also ends them when the other machine is silent. A stopped process is not: its kernel answers.
     """
+    host = here().address
     if rank:
-        port, nonce = store.get("lifelines").decode().split()
-        line = _felt(socket.create_connection((store.host, int(port))))
-        line.sendall(nonce.encode())
-        return [line]
-    nonce = uuid.uuid4().hex
-    lines: list[socket.socket] = []
-    with _felt(_listen(store.host, 0)) as listener:  # accepted connections inherit it
-        store.set("lifelines", f"{listener.getsockname()[1]} {nonce}")
+        return [_felt(socket.create_connection((host, int(store.get("lifelines")))))]
+    with _felt(_listen(host, 0)) as listener:  # accepted connections inherit it
+        store.set("lifelines", str(listener.getsockname()[1]))
         listener.settimeout(MEETING.total_seconds())
-        while len(lines) < size - 1:
-            line, _ = listener.accept()
-            if _knows(line, nonce):
-                lines.append(line)
-            else:  # another user's of this machine
-                line.close()
-    return lines
-
-
-def _knows(line, nonce):
-    """Whether these are the first words of a new connection."""
-    line.settimeout(ANSWER.total_seconds())
-    with suppress(OSError):
-        if line.recv(len(nonce)) == nonce.encode():
-            line.settimeout(None)
-            return True
-    return False
+        return [listener.accept()[0] for _ in range(size - 1)]
 
 
 def _felt(line):

@@ -1,16 +1,14 @@
 """The processes of one life: who is who, the device of each, and what they say to each other."""
 
-import atexit
 import ctypes
 import faulthandler
 import gc
 import json
 import os
-import resource
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -27,7 +25,6 @@ from common.world.rendezvous import ANSWER, MEETING, fresh_store
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
 MAY_DIFFER = ("build of torch", "CPU or GPU")  # of the bit_facts: other bits are possible, not sure
-MOST_IN_A_MESH = 256  # ranks that gloo connects at the start, each with each; more connect when they talk
 BLOCK_WORDS = 1 << 16  # of a tensor that are scrambled at once: they stay in a core's cache
 ODD = (-7046029254386353131, -4658895280553007687)  # the factors of splitmix64, as numbers with a sign
 M_TRIM_THRESHOLD = -1  # of mallopt: which freed memory goes back to the kernel
@@ -43,8 +40,8 @@ class World:
     local_rank: int
     local_size: int
     devices: tuple[torch.device, ...]
-    life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
-    store: dist.TCPStore | None = None  # of this life; None if there is one process
+    life: str  # drawn by one rank: names this life in the ledger, in the audit and in the fence
+    store: dist.Store | None = None  # of this life; None if there is one process
 
     @property
     def device(self) -> torch.device:
@@ -162,7 +159,10 @@ def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
 
     `placed`: the devices of a net that lies on several of them already.
     """
-    prepare_process()
+    gc.enable()  # all is imported
+    keep_memory()
+    # a GPU's driver then takes more launches behind a dead peer: --sync-bn waits within a forward
+    os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     place = here()
     devices = visible_devices(opts, place, placed)
     store = fresh_store(place.rank, place.size) if place.size > 1 else None
@@ -171,12 +171,13 @@ def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
     if is_gpu(devices[0]) and not (opts.devices or placed):
         devices = own_share(devices, opts, place, store)
     pin(opts)
-    world = World(place.rank, place.size, place.local_rank, place.local_size, devices, uuid.uuid4().hex[:12])
+    life = uuid.uuid4().hex[:12]
+    if store:
+        life = store.compare_set("life", "", life).decode()  # the first one counts
+    world = World(place.rank, place.size, place.local_rank, place.local_size, devices, life, store)
     world.use_device()
     if store:
         _init_process_group(store, place, devices)
-        life = gather(world, world.life)[0]
-        world = replace(world, life=life, store=store)
         world.set_patience(WORKING)  # all have met
     return world
 
@@ -197,19 +198,6 @@ def leave(world: World) -> None:
             if world.rank == 0:
                 world.store.wait([f"left/{rank}" for rank in range(world.size)], ANSWER)
             dist.destroy_process_group()
-
-
-def prepare_process():
-    """Makes this process a good one to train in."""
-    gc.freeze()  # imported modules stay: the collector need not look at them again
-    atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
-    gc.enable()
-    keep_memory()
-    # a GPU's driver then takes more launches behind a dead peer: --sync-bn waits within a forward
-    os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
-    with suppress(ValueError, OSError):  # rank 0 holds connections to all
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def keep_memory():
@@ -275,16 +263,8 @@ def _init_process_group(store, place, devices):
         interface = extra("interface")(place.address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if place.size > MOST_IN_A_MESH:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo"
     if is_gpu(device):
-        ranks = max(store.add(f"gpu/{uuid_of(gpu)}", 1) for gpu in devices if is_gpu(gpu))
-        if ranks > 1 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
-            raise UserError(
-                f"rank {place.rank}: another rank has this GPU (CUDA_VISIBLE_DEVICES: {place.gpus})\n"
-                "start as many processes as GPUs are visible, or use --device cpu"
-            )
         # control traffic never touches the device stream
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         for name in (
