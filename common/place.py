@@ -129,10 +129,10 @@ def die_with_the_parent() -> None:
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     parent = os.getppid()  # if it died before this line: init or a user's systemd
-    with suppress(OSError):  # in a container the agent itself can be process 1
-        name = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0].rpartition(b"/")[2]
-        adopted_by_init = parent == 1 and not name.startswith((b"python", b"torchrun"))
-        if adopted_by_init or name.startswith(b"systemd"):
+    with suppress(OSError):
+        command = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0]
+        adopted_by_init = parent == 1 and b"python" not in command  # as in a container an agent is
+        if adopted_by_init or b"systemd" in command:
             os._exit(1)
 
 
@@ -197,35 +197,26 @@ def has_ended(holder: Mapping[str, Any], name: str) -> bool:
     return _named(holder[name][0]) != holder[name]
 
 
-class Ending(NamedTuple):
-    """How a process has ended."""
+def how_killed(pid: int) -> str:
+    """How a process of this machine was killed; empty if it lives, or has ended by itself.
 
-    words: str = "is gone"
-    killed: bool = False
-
-
-def end_of(pid: int) -> Ending | None:
-    """How a process of this machine has ended, or None; a zombie still has its exit code.
-
-    A fork server reaps its processes at once; then launch/agent.py leaves a file with these words.
+    A zombie still has its exit code. A fork server reaps its processes at once; then launch/agent.py leaves a
+    file with these words.
     """
     started, status = _state(pid)
-    if started is not None:
-        return None
-    if status is None:
-        notes = here().notes
-        if notes and (notes / f"death-{pid}").exists():
-            return Ending((notes / f"death-{pid}").read_text(), killed=True)
-        return Ending()
-    code = os.waitstatus_to_exitcode(status)
-    return Ending(in_words(code), killed=code < 0)
+    notes = here().notes
+    if status is not None:
+        code = os.waitstatus_to_exitcode(status)
+        return in_words(code) if code < 0 else ""
+    if started is None and notes:
+        with suppress(OSError):
+            return (notes / f"death-{pid}").read_text()
+    return ""
 
 
-def began(pid: int) -> float | None:
-    """When a process of this machine has begun, by the wall clock; None if it does not live."""
-    ticks, _ = _state(pid)
-    if ticks is None:
-        return None
+def began() -> float:
+    """When this process has begun, by the wall clock."""
+    ticks, _ = _state(os.getpid())
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 

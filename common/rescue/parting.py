@@ -22,14 +22,12 @@ class Parting:
         # that hears may read it at any moment.
         self.place = (0, 0)
         self.left = {}  # {rank: the place at which it has left}
-        self.answer = ""
+        self.answer = ""  # of one that goes on
 
     def go_on(self):
-        """This rank begins a step, or ends an epoch; UserError if another has left before that."""
+        """This rank begins a step, or ends an epoch."""
         self.place = (self.place[0], self.state.progress.step + 1)
         self._answer()
-        if self.answer:
-            raise error_of(self.answer)
 
     def passed(self):
         """All ranks have ended the epoch, or left the loop: who is faster may leave the next one already."""
@@ -37,17 +35,19 @@ class Parting:
 
     def meet(self):
         """Waits for all ranks to leave; UserError if one goes on."""
-        if self.world.size == 1:
-            return
-        step = self.state.progress.step
         store = self.world.store
+        if not store:
+            return
         met = self.place[0]
         names = [f"left/{met}/{rank}" for rank in range(self.world.size)]
-        store.set(names[self.world.rank], str(step))
-        self.tell(f"left {met} {self.world.rank} {step}")
+        store.set(names[self.world.rank], "")
+        self.tell(f"left {met} {self.world.rank} {self.state.progress.step}")
         while not store.check(names):
             if self.answer:
-                raise error_of(self.answer)
+                raise UserError(
+                    f"{self.answer}\nall ranks leave it at one step: "
+                    "decide by run.mean(value), which is the same on all of them"
+                )
             time.sleep(POLL_SECONDS)
         self.passed()
 
@@ -66,11 +66,6 @@ class Parting:
         met, own = self.place
         for rank, (meeting, step) in [*self.left.items()]:
             if meeting == met and step < own:
-                self.answer = f"rank {rank} has left the loop at step {step}, rank {self.world.rank} goes on"
-                self.tell(f"goes {self.answer}")
-
-
-def error_of(fact):
-    return UserError(
-        f"{fact}\nall ranks leave it at one step: decide by run.mean(value), which is the same on all of them"
-    )
+                self.tell(
+                    f"goes rank {rank} has left the loop at step {step}, rank {self.world.rank} goes on"
+                )

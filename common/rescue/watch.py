@@ -7,7 +7,6 @@ From a signal to its name: Python writes the number of a signal that has a handl
 thread reads. The handler itself does nothing: an exception there could cut an optimizer step.
 """
 
-import faulthandler
 import os
 import selectors
 import signal
@@ -19,7 +18,7 @@ from common.rescue.alarm import Alarm
 from common.rescue.hang import Hang
 from common.rescue.lifelines import Lifelines
 from common.rescue.parting import Parting
-from common.rescue.seconds import LOCKED_SECONDS, LOOK_SECONDS, STEP_SECONDS
+from common.rescue.seconds import LOOK_SECONDS, STEP_SECONDS
 from common.world import gather
 
 
@@ -27,9 +26,7 @@ class Watch:
     """Open from now on; make it on every rank, in the main thread."""
 
     def __init__(self, state, world):
-        us = this_process()
-        self.processes = gather(world, [us["pid"], us["host"], us["machine"]])
-        self.starts = [start for _, start in gather(world, us["process"])]  # in ticks since boot
+        self.processes = gather(world, this_process())
         self.parting = False  # no step is left: the end of a rank is no death, a signal ends this one at once
         self.stopped = False
         self.lifelines = Lifelines(world, self.processes)
@@ -48,8 +45,8 @@ class Watch:
         os.set_blocking(self.pipe[1], False)
         self.handlers = {}
         for number in STOP:
-            nohup = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
-            if not nohup or here().agent:  # an agent hears it all the same, and kills a process that stays
+            # nohup; an agent hears it all the same, and kills a process that stays
+            if signal.getsignal(number) is not signal.SIG_IGN or here().agent:
                 self.handlers[number] = signal.signal(number, lambda *_: None)
         self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         # A forked process (for loading, say) inherits the pipe; a signal to it alone must not stop this rank.
@@ -58,10 +55,6 @@ class Watch:
     def is_late(self, ending):
         """Hears all. True once a deadline has passed and nobody holds `ending`; False after `stop`."""
         while not self.stopped:
-            # C code that holds Python's lock stops this thread, too, but not faulthandler's, whose clock runs
-            # on while a process is stopped
-            with suppress(RuntimeError):  # it starts a thread, and for a moment there may be no room for one
-                faulthandler.dump_traceback_later(LOCKED_SECONDS, exit=True, file=2)
             began = time.monotonic()
             seconds = max(0.0, min(LOOK_SECONDS, self.hang.limit / 10, self.deadline - began))
             for key, _ in self.selector.select(LOOK_SECONDS if ending.locked() else seconds):
@@ -72,7 +65,6 @@ class Watch:
             self.hang.count(min(now - began, seconds))  # no more: a stopped process is no hang
             if now >= self.deadline:
                 return True
-        faulthandler.cancel_dump_traceback_later()
         return False
 
     @property

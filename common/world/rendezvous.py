@@ -3,7 +3,6 @@
 import functools
 import socket
 import time
-import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,48 +20,36 @@ def fresh_store(rank, size):
 
     torchrun keeps ONE store for all restarts and gives it to every life without a prefix. So a new life can
     read the addresses of the dead one: connection refused, or a hang. Here rank 0 opens a store of its own.
-    It tells each rank the port under a random name that this rank has just drawn: no old value can be there.
+    It tells the port there until all have joined. So a port that another life finds is that of a rank 0 which
+    has died before: nobody listens, and it is read again.
     """
     place = here()
     if not place.agent_store:
         first = _first_store(place.address, place.port, rank)
         # a script's second loop (k folds, say) finds no word of the first one
         return dist.PrefixStore(str(first.add(f"loops/{rank}", 1)), first)
-    agent = dist.PrefixStore("life", _find_store(place.address, place.port))
-    if rank == 0:
-        store = _open_store(place.address, 0)
-        _tell_the_port(agent, store, size)
+    agent = dist.PrefixStore("life", _find_store(place.address, lambda: place.port))
+    if rank:
+        store = _find_store(place.address, lambda: int(agent.get("port")))
+        store.set(f"joined/{rank}", "")
     else:
-        nonce = uuid.uuid4().hex
-        agent.set(f"hello/{rank}", nonce)
-        store = _find_store(place.address, int(agent.get(f"port/{nonce}")))
-        store.add("joined", 1)
+        store = _open_store(place.address, 0)
+        agent.set("port", str(store.port))
+        store.wait([f"joined/{other}" for other in range(1, size)], MEETING)
+        agent.delete_key("port")
     return store
 
 
 @functools.cache
 def _first_store(host, port, rank):
-    return _find_store(host, port) if rank else _open_store(host, port)
+    return _find_store(host, lambda: port) if rank else _open_store(host, port)
 
 
-def _tell_the_port(agent, store, size):
-    """Answers each nonce that a rank has drawn, until all have joined."""
-    hellos = [f"hello/{rank}" for rank in range(1, size)]
-    deadline = time.monotonic() + MEETING.total_seconds()
-    while store.add("joined", 0) < size - 1:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{1 + store.add('joined', 0)} of {size} processes came within {MEETING}")
-        # three requests a turn, however many ranks: none can begin before the last one has come
-        if agent.check(hellos):
-            answers = [f"port/{nonce.decode()}" for nonce in agent.multi_get(hellos)]
-            agent.multi_set(answers, [str(store.port)] * len(answers))
-        time.sleep(0.01)
-
-
-def _find_store(host, port):
+def _find_store(host, port_now):
     """Connects once the port listens: a TCPStore that comes too early tries again only after a second."""
     deadline = time.monotonic() + MEETING.total_seconds()
     while True:
+        port = port_now()
         try:
             socket.create_connection((host, port), ANSWER.total_seconds()).close()
             return dist.TCPStore(host, port, is_master=False, timeout=MEETING)

@@ -213,7 +213,7 @@ def test_tensorboard_curves_do_not_overlap_after_restarts(tmp_path):
     life(opts, 0, 5)
     life(opts, 3, 4)
     with closing(Log(opts, 0, 4, 100)) as log:
-        log.start(["resuming at step 4"], ["rank 1 was killed by SIGKILL", "step 4 saved by rank 0"])
+        log.start(["resuming at step 4"])
         log.step({"step": 5, "epoch": 0, "loss": 50.0})
         log.evaluation({"step": 5, "val_acc": 0.5, "val_loss": 0.7}, {})
     board = accumulator.EventAccumulator(f"{tmp_path}/tb")
@@ -224,11 +224,7 @@ def test_tensorboard_curves_do_not_overlap_after_restarts(tmp_path):
     assert loss == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 50)] and accuracy == [(5, 0.5)]
     assert len(board.Scalars("train/samples_per_s")) == 5
     (text,) = board.Tensors("run/lives/text_summary")
-    assert text.step == 4 and text.tensor_proto.string_val[0].decode().split("\n\n") == [
-        "rank 1 was killed by SIGKILL",
-        "step 4 saved by rank 0",
-        "resuming at step 4",
-    ]
+    assert text.step == 4 and text.tensor_proto.string_val == [b"resuming at step 4"]
     assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "tb").iterdir()} == {0o600}
     assert stat.S_IMODE((tmp_path / "tb").stat().st_mode) == 0o700
 

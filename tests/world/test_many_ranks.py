@@ -23,15 +23,13 @@ class Counted:
 
 
 def start(size, monkeypatch):
-    """Requests of one start; the agent's store still has the words of a life before."""
+    """Requests of one start."""
     agent, life = Counted(), Counted()
-    for rank in range(1, size):
-        agent.store.set(f"hello/{rank}", f"{rank:032}")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(rendezvous.dist, "PrefixStore", lambda prefix, store: store)
-    monkeypatch.setattr(rendezvous, "_find_store", lambda host, port: life if port == life.port else agent)
+    monkeypatch.setattr(rendezvous, "_find_store", lambda host, port: life if port() == life.port else agent)
     monkeypatch.setattr(rendezvous, "_open_store", lambda host, port: life)
     with ThreadPoolExecutor(size) as pool:
         assert set(pool.map(lambda rank: rendezvous.fresh_store(rank, size), range(size))) == {life}
