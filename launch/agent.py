@@ -20,9 +20,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -42,7 +41,6 @@ from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import config_from_args, get_args_parser
 
 from common.errors import UserError, may_pass, one_line, say
-from common.ledger import Ledger
 from common.options import Options
 from common.place import STOPPED, SURVIVORS, in_words
 from common.rescue.seconds import AGENT_SECONDS
@@ -51,9 +49,8 @@ from launch.worker import work
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
 # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
 # comes later is taken in within seconds. Nodes whose clocks differ by as much would count each other as dead.
-MEETING = "last_call_timeout=1,keep_alive_interval={},keep_alive_max_attempt=3"
-BEAT_SECONDS = 2
-MOST_BEATS = 64  # in a second: all of them rewrite one value of the store
+MEETING = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
+LOOK_SECONDS = 0.1  # of an agent at the rendezvous; torch's look once a second, and form a world that late
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
 CLOCKS_APART_SECONDS = 3  # at most
 CLOCK_SECONDS = 3  # some machine that is alive beats within
@@ -76,13 +73,12 @@ def codes_of(life):
 
 
 class Signals:
-    """The first signal ends this agent, at once or at the end of a start; others change nothing.
+    """The first signal ends this agent; others change nothing.
 
-    In the midst of a start torch does not know of all processes yet: one would be left behind.
+    In the midst of a start torch does not know of all processes yet: these end with their fork server.
     """
 
     first = None  # the arguments of torch's handler
-    starts = False  # processes
     handled = threading.Event()  # all processes are asked to end
     raise_it = processes_api._terminate_process_handler
 
@@ -90,20 +86,7 @@ class Signals:
     def handle(*arguments):
         if not Signals.first:
             Signals.first = arguments
-            if not Signals.starts:
-                Signals.raise_it(*arguments)
-
-    @staticmethod
-    @contextmanager
-    def kept():
-        """In this block processes are started."""
-        Signals.starts = True
-        try:
-            yield
-        finally:
-            Signals.starts = False
-            if Signals.first:
-                Signals.raise_it(*Signals.first)
+            Signals.raise_it(*arguments)
 
 
 class Fork:
@@ -120,7 +103,6 @@ class Fork:
 class Forks(processes_api.SubprocessContext):
     """The processes of one life on this machine, watched and ended by torch: forks of a fork server."""
 
-    run_dir = None  # of the training, if it has one
     # A training of ours on one machine, which prints into this terminal, and whose ranks meet at a store of
     # their own: then a life differs from the one before in its number and its port alone.
     alone = False
@@ -183,23 +165,15 @@ class Forks(processes_api.SubprocessContext):
             self.note_death(rank, in_words(code))
         if killed:
             try:
-                with Signals.kept():
-                    self.fork_successors()
+                self.fork_successors()
             except (OSError, EOFError):  # no room, or no fork server: then they begin later
                 self.end_successors()
         return super()._poll()
 
     def note_death(self, local_rank, how):
-        """Tells the ledger, and the survivors on this machine, of a process that was killed.
-
-        One that fails has told them by itself. `end_of` in common/place.py reads the file.
-        """
+        """Tells the survivors on this machine of a process that was killed: `how_killed` in place.py."""
         with suppress(OSError):  # the disk is full
             (self.folder / f"death-{self.pids()[local_rank]}").write_text(how)
-        if self.run_dir and self.run_dir.exists():
-            ledger = Ledger(self.run_dir, int(self.envs[local_rank]["RANK"]), local_rank)
-            ledger.event("death", why=how)
-            ledger.lines.close()
 
     def _close(self, death_sig, timeout):
         """Asks all to end, and waits as long as a save may take."""
@@ -212,7 +186,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
     ended = False  # the workers of this machine have ended well
     failed_lives = 0  # lives in a row
-    came = frozenset()  # addresses of the machines of this life
+    has_met = False  # others, or nobody
     facts = {}  # {name: value} that all machines must have in common
     newest = None  # the agent that runs; another one follows if the store ends
 
@@ -243,7 +217,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 super()._rendezvous(group)
                 self.round = self.state.round
                 self.whole = time.monotonic()
-                self.log_departures(group)
+                self.has_met = True
                 return
             except DistNetworkError:
                 raise
@@ -255,18 +229,10 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             finally:
                 store.set_timeout(patience)
 
-    def log_departures(self, group):
-        """Ranks know only that one of another machine has ended."""
-        came = {node.addr for node in self.state.participants}
-        gone = sorted(self.came - came)
-        if gone and group.group_rank == 0:
-            tell(f"torchrun: without {', '.join(gone)}")
-        self.came = came
-
     def refuse_if_different(self, store):
         """Compares a machine that comes with those that are there: its ranks would end them all."""
         self._rdzv_handler.num_nodes_waiting()  # reads the state
-        if self.came:
+        if self.has_met:
             return
         self.refuse_another_clock()
         key = f"launch/facts/{self._rdzv_handler.get_run_id()}"
@@ -408,10 +374,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             self.leave()
         return result
 
-    def _start_workers(self, group):
-        with Signals.kept():
-            return super()._start_workers(group)
-
     def _shutdown(self, *asked, **settings):
         """Asks all to end, and waits for their saves; `asked` is the signal, if one has come."""
         if asked:
@@ -464,13 +426,10 @@ def replace_names():
     dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator._local_id = random.getrandbits(30)
     # The agent's is asked for with each process: where the name server is away, it takes 5 seconds each time.
     socket.getfqdn = functools.cache(socket.getfqdn)
-    # torch's agents look at the rendezvous once a second, and so form a world a second or two late. A
-    # thousand of them would flood its store, three would not.
-    holder = dynamic_rendezvous._BackendRendezvousStateHolder
-    dynamic_rendezvous._BackendRendezvousStateHolder = lambda backend, settings: holder(
-        backend, settings, cache_duration=min(1.0, settings.max_nodes / 50)
+    dynamic_rendezvous._BackendRendezvousStateHolder = functools.partial(
+        dynamic_rendezvous._BackendRendezvousStateHolder, cache_duration=LOOK_SECONDS
     )
-    dynamic_rendezvous._delay = lambda seconds: time.sleep(random.uniform(0.05, 0.15))  # then asks that cache
+    dynamic_rendezvous._delay = lambda seconds: time.sleep(random.uniform(0.5, 1.5) * LOOK_SECONDS)
     # For a record that nobody keeps, each look would inspect the whole stack twice: a third of a core.
     dynamic_rendezvous.get_method_name = lambda: "look"
 
@@ -485,10 +444,6 @@ def watch_signals(folder):
         number = os.read(reader, 1)[0]
         if Signals.handled.wait(HANDLE_SECONDS):
             return
-        if Signals.starts:  # an import that hangs: without its fork server that start fails
-            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-            if Signals.handled.wait(HANDLE_SECONDS):
-                return
         tell("torchrun: the rendezvous does not answer; asked to stop, this machine leaves")
         agent = Agent.newest
         if agent and agent._pcontext:
@@ -534,9 +489,7 @@ def settle(args, folder):
     """Fills in what a person has left open; `folder` is temporary."""
     if args.log_dir in (None, "", os.devnull):
         args.log_dir = folder  # else torchrun leaves a folder behind at every start, or has none for notes
-    machines = int(args.nnodes.rpartition(":")[2])
-    meeting = MEETING.format(max(BEAT_SECONDS, -(-machines // MOST_BEATS)))
-    args.rdzv_conf = f"{meeting},{args.rdzv_conf}".strip(",")  # the last one of a name counts
+    args.rdzv_conf = f"{MEETING},{args.rdzv_conf}".strip(",")  # the last one of a name counts
     if args.standalone or args.nnodes in ("1", "1:1") and not args.rdzv_endpoint:
         # On one machine the agent meets only itself: a file is enough, and no port is open to the network.
         args.rdzv_backend = "c10d"
@@ -551,11 +504,8 @@ def settle(args, folder):
 
 
 def address_towards(endpoint):
-    """This machine's address towards HOST:PORT if its own name is a loopback, as on Debian; else None."""
+    """This machine's address towards HOST:PORT, for its own name may be a loopback, as on Debian; or None."""
     host, _, port = endpoint.rpartition(":")
-    with suppress(OSError, UnicodeError):  # also a name of more than 63 characters
-        if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
-            return None
     with suppress(OSError, ValueError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port) % 65536))  # sends nothing
         address, _ = probe.getsockname()
@@ -581,7 +531,6 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
             own_store = os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
             usual = (own_store, args.redirects, args.tee) == ("1", "0", "0")
             Forks.alone = options and config.max_nodes == 1 and usual
-            Forks.run_dir = options and options.run_dir
             words = [args.training_script, *args.training_script_args]
         return serve_config(config, command, words)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:

@@ -85,6 +85,7 @@ def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[st
         atexit._run_exitfuncs()  # multiprocessing leaves them out
 
 
-# Each process meets the same error and prints it; other programs have no such variable.
-with suppress(Exception):
-    preload(*json.loads(os.environ.pop("LAUNCH_PRELOAD")))
+if "LAUNCH_PRELOAD" in os.environ:  # in the fork server
+    place.die_with_the_parent()  # an import may hang
+    with suppress(Exception):  # each process meets the same error and prints it
+        preload(*json.loads(os.environ.pop("LAUNCH_PRELOAD")))

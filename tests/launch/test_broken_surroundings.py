@@ -88,11 +88,6 @@ def test_a_launchers_folder_that_is_cleaned_away_is_named_and_another_start_may_
     assert "torchelastic_" in said and "was removed" in said, said
 
 
-def test_a_machines_name_that_is_too_long_for_dns_is_no_obstacle(monkeypatch):
-    monkeypatch.setattr(socket, "getfqdn", lambda: "n" * 64)
-    agent.address_towards("192.0.2.9:29400")
-
-
 def test_the_launchers_time_for_a_save_is_what_the_flag_says(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     parser = agent.get_args_parser()

@@ -225,32 +225,12 @@ def test_settings_of_the_rendezvous_come_on_top_of_the_launchers_own(tmp_path):
     }
 
 
-@pytest.mark.parametrize("machines", [4, 128, 129, 512, 1024, 2048])
-def test_machines_write_at_most_64_heartbeats_a_second_however_many_they_are(tmp_path, machines):
-    """Each rewrites one value of the store: from 600 machines on some would seem to be dead."""
-    words = [
-        f"--nnodes=1:{machines}",
-        "--rdzv_endpoint=127.0.0.1:29400",
-        "--rdzv_backend=c10d",
-        "train_ddp.py",
-    ]
-    args = agent.get_args_parser().parse_args(words)
-    agent.settle(args, str(tmp_path))
-    seconds = int(agent.config_from_args(args)[0].rdzv_configs["keep_alive_interval"])
-    assert machines / seconds <= 64 and (seconds == 2) == (machines <= 128)
-
-
 @pytest.mark.parametrize(
-    "name, endpoint, address",
-    [
-        ("127.0.1.1", "192.0.2.9:29400", "10.0.0.7"),
-        ("10.0.0.5", "192.0.2.9:29400", None),
-        ("127.0.1.1", "127.0.0.1:29400", None),
-        ("127.0.1.1", "/shared/JOB.meeting", None),
-    ],
+    "endpoint, address",
+    [("192.0.2.9:29400", "10.0.0.7"), ("127.0.0.1:29400", None), ("/shared/JOB.meeting", None)],
 )
-def test_where_a_machines_name_is_a_loopback_the_launcher_takes_its_address_in_the_network(
-    monkeypatch, name, endpoint, address
+def test_the_launcher_takes_its_address_in_the_network_for_its_own_name_may_be_a_loopback(
+    monkeypatch, endpoint, address
 ):
     """Debian writes `127.0.1.1 node01` into /etc/hosts, and torch calls the other machines to node01."""
 
@@ -261,7 +241,6 @@ def test_where_a_machines_name_is_a_loopback_the_launcher_takes_its_address_in_t
         def getsockname(self):
             return ("127.0.0.1" if self.way.startswith("127.") else "10.0.0.7", 1)
 
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: name)
     monkeypatch.setattr(socket, "socket", Probe)
     assert agent.address_towards(endpoint) == address
 
