@@ -103,16 +103,17 @@ def meeting_variables() -> str:
 
 
 # ---- this life, as its agent sees it --------------------------------------------------------------
-def note_that_it_waits(yes: bool) -> None:
-    """Tell launch/agent.py, by a file, whether this rank still waits for others."""
+def note_start(trains: bool = False) -> None:
+    """Tell launch/agent.py, by a file, that this rank begins; then that it has met the others, and trains."""
     place = here()
     if place.notes:
-        note = place.notes / f"start-{place.rank}"
+        name = f"{place.restart}-{place.local_rank}"
+        note = place.notes / f"start-{name}"
         with suppress(OSError):
-            if yes:
-                note.touch()
+            if trains:
+                note.rename(place.notes / f"trains-{name}")
             else:
-                note.unlink()
+                note.touch()
 
 
 def wait_for_survivors() -> None:

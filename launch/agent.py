@@ -132,7 +132,7 @@ class Forks(processes_api.SubprocessContext):
         A life that could not train has none: the next one may not train either.
         """
         restart = int(self.envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        if not self.alone or not (self.folder / f"opened.{restart}").exists():
+        if not self.alone or not (self.folder / f"trains-{restart}-0").exists():
             return
         (self.folder / SURVIVORS).touch()
         changed = {"TORCHELASTIC_RESTART_COUNT": str(restart + 1), "MASTER_PORT": str(get_free_port())}
@@ -202,16 +202,13 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             self.meet(group)
         else:
             super()._rendezvous(group)
-        for path in self.notes("start-*"):
-            path.unlink()  # left by ranks that were killed
         self.started = time.monotonic()
 
     def meet(self, group):
         """Meets again if a machine came and died; torch's own agents would all give up."""
         store = self._rdzv_handler._store
-        patience = store.timeout
+        store.set_timeout(ANSWER)
         while True:
-            store.set_timeout(ANSWER)
             try:
                 self.refuse_if_different(store)
                 super()._rendezvous(group)
@@ -226,8 +223,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                     raise
             except RuntimeError:  # a time-out
                 tell("torchrun: a machine came and does not answer, meeting again")
-            finally:
-                store.set_timeout(patience)
 
     def refuse_if_different(self, store):
         """Compares a machine that comes with those that are there: its ranks would end them all."""
@@ -289,7 +284,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             alone = time.monotonic() - self.whole > LEAVE_SECONDS
             return result if alone or self.all_ended(group) else RunResult(WorkerState.HEALTHY)
         others_meet = apart and not state.closed
-        gone_at_the_start = fewer and self.notes("start-*")
+        gone_at_the_start = fewer and self.notes("start")
         if others_meet or gone_at_the_start:
             tell("torchrun: a machine is cut off, or gone before all could train; meeting again")
             self._restart_workers(group)
@@ -303,8 +298,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         """
         rank, failure = next(iter(result.failures.items()))
         death = f"torchrun: rank {rank} (pid {failure.pid}) {in_words(failure.exitcode)}"
-        restart = self._worker_group.spec.max_restarts - self._remaining_restarts
-        began = self.notes("start-*") or self.notes(f"opened.{restart}")  # then the training counts its lives
+        began = self.notes("start") or self.notes("trains")  # then the training counts its lives
         late = time.monotonic() - self.started > SOON_SECONDS
         self.failed_lives = 0 if began or late else self.failed_lives + 1
         if FINAL & self.codes:
@@ -317,9 +311,10 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         elif max(self.codes) < 0:
             tell(f"{death}, starting again")
 
-    def notes(self, pattern):
-        """Files of this machine's ranks; one with a start-RANK may still wait for others (`begin_life`)."""
-        return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(pattern)]
+    def notes(self, what):
+        """Files of this machine's ranks in this life: one that starts may still wait for others."""
+        restart = self._worker_group.spec.max_restarts - self._remaining_restarts
+        return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(f"{what}-{restart}-*")]
 
     def all_ended(self, group):
         """Whether the workers of all machines have ended well."""
@@ -475,9 +470,8 @@ def silence_torchs_logs():
     """The agent's own logs say in pages what is said here in a line."""
     for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    with suppress(OSError, ValueError):  # no stacks for a store that is slow
-        c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
-        ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 3
+    c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
+    ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 3  # no stacks for a store that is slow
 
 
 def refuse(message):

@@ -158,7 +158,8 @@ class Rescue:
         on_main_thread = threading.current_thread() is threading.main_thread()
         if not self.ending.acquire(blocking=on_main_thread):
             return
-        if self.agreed and here().speaks:
+        is_mistake = isinstance(error, UserError) and not on_main_thread  # else it is raised again
+        if is_mistake or self.agreed and here().speaks:
             dismiss_agent()  # it would start another life
 
         if not on_main_thread:  # the main thread, if it still moves, must not finish another step
@@ -184,7 +185,11 @@ class Rescue:
             for act in (*self.on_exit, end_children, sys.stdout.flush, sys.stderr.flush):
                 with suppress(Exception):
                     act()
-            code = (saved.failure or ALL_SAVED) if self.asked and not raises else 1
+            code = 1
+            if is_mistake:
+                code = error.code
+            elif self.asked and not raises:
+                code = saved.failure or ALL_SAVED
             os._exit(code)  # without destructors, which may wait for a dead peer
 
     def _way_out(self, error):

@@ -373,7 +373,7 @@ class OnlyOne:
 def test_where_not_all_processes_of_the_next_life_can_begin_early_none_stays(tmp_path, monkeypatch):
     folder = tmp_path / "attempt_0/job"
     folder.mkdir(parents=True)
-    (folder / "opened.0").touch()
+    (folder / "trains-0-0").touch()
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=OnlyOne))
     forks = object.__new__(Forks)
     forks.alone = True
