@@ -54,7 +54,8 @@ LOOK_SECONDS = 0.1  # of an agent at the rendezvous; torch's look once a second,
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
 CLOCKS_APART_SECONDS = 3  # at most
 CLOCK_SECONDS = 3  # some machine that is alive beats within
-LEAVE_SECONDS = 3  # a machine that leaves, for good or to meet again, has told the store within
+LEAVE_SECONDS = 3  # a machine that leaves has told the store within
+END_SECONDS = 30  # at the end of the job for all machines to come; torch waits five minutes for a dead one
 # The main thread may wait in C for a silent store. After this time another thread handles the signal: later,
 # another machine's stop would be a death to the ranks of this one.
 HANDLE_SECONDS = AGENT_SECONDS / 2
@@ -184,7 +185,6 @@ class Forks(processes_api.SubprocessContext):
 class Agent(local_elastic_agent.LocalElasticAgent):
     """Continues without a machine that dies while others meet or end, and tells the others when it leaves."""
 
-    ended = False  # the workers of this machine have ended well
     failed_lives = 0  # lives in a row
     has_met = False  # others, or nobody
     facts = {}  # {name: value} that all machines must have in common
@@ -197,7 +197,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
     def _rendezvous(self, group):
         """The start of a life: finds the other machines, if there may be some."""
-        self.ended = False
         if self.meets_others:
             self.meet(group)
         else:
@@ -213,7 +212,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 self.refuse_if_different(store)
                 super()._rendezvous(group)
                 self.round = self.state.round
-                self.whole = time.monotonic()
                 self.has_met = True
                 return
             except DistNetworkError:
@@ -273,22 +271,13 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         result = super()._monitor_workers(group)
         if result.is_failed():
             self.log_failure(result)
-        if not self.meets_others:
-            return result
-        state = self.state
-        apart = state.round != self.round  # no heartbeats came: others may meet without us
-        fewer = apart or len(state.participants) < group.group_world_size
-        if not fewer:
-            self.whole = time.monotonic()
-        if result.state == WorkerState.SUCCEEDED:
-            alone = time.monotonic() - self.whole > LEAVE_SECONDS
-            return result if alone or self.all_ended(group) else RunResult(WorkerState.HEALTHY)
-        others_meet = apart and not state.closed
-        gone_at_the_start = fewer and self.notes("start")
-        if others_meet or gone_at_the_start:
-            tell("torchrun: a machine is cut off, or gone before all could train; meeting again")
-            self._restart_workers(group)
-            return RunResult(WorkerState.HEALTHY)
+        if self.meets_others and result.state == WorkerState.HEALTHY:
+            state = self.state
+            apart = state.round != self.round  # no heartbeats came: others may meet without us
+            fewer = apart or len(state.participants) < group.group_world_size
+            if apart and not state.closed or fewer and self.notes("start"):
+                tell("torchrun: a machine is cut off, or gone before all could train; meeting again")
+                self._restart_workers(group)
         return result
 
     def log_failure(self, result):
@@ -316,28 +305,9 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         restart = self._worker_group.spec.max_restarts - self._remaining_restarts
         return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(f"{what}-{restart}-*")]
 
-    def all_ended(self, group):
-        """Whether the workers of all machines have ended well."""
-        try:
-            if not self.ended:
-                self.ended = True
-                if group.store.add("ended", 1) == group.group_world_size:
-                    group.store.set("all ended", "1")
-            return group.store.check(["all ended"])
-        except RuntimeError:  # the machine with the store has left
-            return True
-
-    def _restart_workers(self, group):
-        """Restarts the workers, unless all machines have just ended well: another one then comes too late."""
-        if self.ended and group.store.add("ended", -1) == group.group_world_size - 1:
-            group.store.set("all ended", "1")
-        else:
-            super()._restart_workers(group)
-
     def _exit_barrier(self):
-        """Left out: torch waits five minutes for a dead machine, and misses one that must train again."""
-        if not self.meets_others:
-            super()._exit_barrier()
+        self._exit_barrier_timeout = END_SECONDS
+        super()._exit_barrier()
 
     @property
     def meets_others(self):
@@ -528,16 +498,10 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
             words = [args.training_script, *args.training_script_args]
         return serve_config(config, command, words)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        if Agent.newest and Agent.newest.codes:
-            raise RuntimeError from error  # with its traceback; a broken pipe would have none
-        if not os.path.isdir(folder):
-            raise UserError(
-                f"{folder}, the launcher's folder, was removed\nstart it again", code=1
-            ) from error
-        reason = one_line(error) if str(error) else "a number is out of range"
         raise UserError(
-            f"torchrun cannot start so: {reason}\nits flags were {' '.join(arguments)}; see torchrun --help",
-            code=1 if may_pass(error) else 2,
+            f"torchrun cannot start so: {one_line(error)}\n"
+            f"its flags were {' '.join(arguments)}, its folder {folder}; see torchrun --help",
+            code=1 if Agent.newest or may_pass(error) else 2,
         ) from error
 
 

@@ -7,7 +7,8 @@ LAUNCHER = {
     f"{ELASTIC}.agent.server": "RunResult WorkerState",
     f"{ELASTIC}.agent.server.api:SimpleElasticAgent": "_rendezvous _monitor_workers _restart_workers "
     "_exit_barrier _shutdown",
-    f"{ELASTIC}.agent.server.api:SimpleElasticAgent.__init__": "_worker_group _remaining_restarts",
+    f"{ELASTIC}.agent.server.api:SimpleElasticAgent.__init__": "_worker_group _remaining_restarts "
+    "_exit_barrier_timeout",
     f"{ELASTIC}.agent.server.local_elastic_agent": "LocalElasticAgent start_processes",
     f"{ELASTIC}.agent.server.local_elastic_agent:LocalElasticAgent.__init__": "_pcontext _rdzv_handler "
     "_logs_specs",
