@@ -18,7 +18,6 @@ MEETING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 # signals that ask a process to stop; USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STOPPED = 143  # exit code of one that such a signal has ended, saved
-SURVIVORS = "survivors"  # a note: those of the life before may still save
 # How many tasks srun or mpirun has started; each is a process of its own until WORLD_SIZE is set.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 NO_NUMBER = -1  # stands for a variable that is no whole number
@@ -114,13 +113,6 @@ def note_start(trains: bool = False) -> None:
                 note.rename(place.notes / f"trains-{name}")
             else:
                 note.touch()
-
-
-def wait_for_survivors() -> None:
-    """Wait until those of the life before have ended: launch/agent.py starts processes beside them."""
-    notes = here().notes
-    while notes and (notes / SURVIVORS).exists():
-        time.sleep(0.005)
 
 
 def die_with_the_parent() -> None:

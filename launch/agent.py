@@ -36,13 +36,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     dynamic_rendezvous,
 )
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import config_from_args, get_args_parser
 
 from common.errors import UserError, may_pass, one_line, say
 from common.options import Options
-from common.place import STOPPED, SURVIVORS, in_words
+from common.place import STOPPED, in_words
 from common.rescue.seconds import AGENT_SECONDS
 from launch.worker import work
 
@@ -104,77 +103,24 @@ class Fork:
 class Forks(processes_api.SubprocessContext):
     """The processes of one life on this machine, watched and ended by torch: forks of a fork server."""
 
-    # A training of ours on one machine, which prints into this terminal, and whose ranks meet at a store of
-    # their own: then a life differs from the one before in its number and its port alone.
-    alone = False
-    successors = []  # processes that have begun for the next life
     closing = threading.Lock()
 
     def _start(self):
-        """Takes the successors of the life before; forks them now if there are none."""
-        if not Forks.successors:
-            self.fork(self.envs)
-        self.subprocess_handlers = dict(enumerate(map(Fork, Forks.successors)))
-        Forks.successors = []
-        (self.folder / SURVIVORS).unlink(missing_ok=True)
-
-    def fork(self, envs):
-        """Adds a successor for each rank, one by one: an error may end this half way (`end_successors`)."""
         server = multiprocessing.get_context("forkserver")
         for rank in range(self.nprocs):
             outputs = [self.stdouts[rank], self.stderrs[rank]]
-            process = server.Process(target=work, args=(self.args[rank], envs[rank], outputs))
+            process = server.Process(target=work, args=(self.args[rank], self.envs[rank], outputs))
             process.start()
-            Forks.successors.append(process)
-
-    def fork_successors(self):
-        """Starts the next life's processes while the survivors save: see `wait_for_survivors` in place.py.
-
-        A life that could not train has none: the next one may not train either.
-        """
-        restart = int(self.envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        if not self.alone or not (self.folder / f"trains-{restart}-0").exists():
-            return
-        (self.folder / SURVIVORS).touch()
-        changed = {"TORCHELASTIC_RESTART_COUNT": str(restart + 1), "MASTER_PORT": str(get_free_port())}
-        attempt = f"{self.folder}/attempt_{restart + 1}"
-        self.fork(
-            {
-                rank: env | changed | {"TORCHELASTIC_ERROR_FILE": f"{attempt}/{rank}/error.json"}
-                for rank, env in self.envs.items()
-            }
-        )
-
-    @staticmethod
-    def end_successors():
-        for process in Forks.successors:
-            process.kill()
-        Forks.successors = []
-
-    @property
-    def folder(self):
-        """Notes of the agent and the processes: `notes` in common/place.py."""
-        return Path(self.error_files[0]).parents[2]
+            self.subprocess_handlers[rank] = Fork(process)
 
     def _poll(self):
-        """None while all run well. Else notes who was killed, and torch asks the others to end."""
-        codes = codes_of(self)
-        if None in codes and not any(codes):
-            return None
-        killed = {rank: code for rank, code in enumerate(codes) if code and code < 0}
-        for rank, code in killed.items():
-            self.note_death(rank, in_words(code))
-        if killed:
-            try:
-                self.fork_successors()
-            except (OSError, EOFError):  # no room, or no fork server: then they begin later
-                self.end_successors()
+        """Tells the survivors on this machine who was killed: see `how_killed` in common/place.py."""
+        notes = Path(self.error_files[0]).parents[2]
+        for rank, code in enumerate(codes_of(self)):
+            if code and code < 0:
+                with suppress(OSError):  # the disk is full
+                    (notes / f"death-{self.pids()[rank]}").write_text(in_words(code))
         return super()._poll()
-
-    def note_death(self, local_rank, how):
-        """Tells the survivors on this machine of a process that was killed: `how_killed` in place.py."""
-        with suppress(OSError):  # the disk is full
-            (self.folder / f"death-{self.pids()[local_rank]}").write_text(how)
 
     def _close(self, death_sig, timeout):
         """Asks all to end, and waits as long as a save may take."""
@@ -329,8 +275,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             if Signals.first:
                 Signals.raise_it(*Signals.first)
             raise
-        finally:
-            Forks.end_successors()
         if not result:
             tell("torchrun: the job is over, it has not needed this machine")
             return RunResult(WorkerState.SUCCEEDED)
@@ -492,9 +436,6 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
         Agent.facts = facts_of(options)
         if not (args.module or args.no_python or args.numa_binding or args.start_method != "forkserver"):
             local_elastic_agent.start_processes = start_forks
-            own_store = os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
-            usual = (own_store, args.redirects, args.tee) == ("1", "0", "0")
-            Forks.alone = options and config.max_nodes == 1 and usual
             words = [args.training_script, *args.training_script_args]
         return serve_config(config, command, words)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
@@ -515,7 +456,6 @@ def start_forks(start_method, numa_options, **settings):
 def serve_config(config, command, words):
     """Runs the agent, again if the store ends; returns the exit code."""
     while True:
-        began = time.monotonic()
         Agent.newest = None
         try:
             launcher_api.launch_agent(config, command, words)
@@ -529,28 +469,22 @@ def serve_config(config, command, words):
             had_met = agent and (agent.meets_others or agent._pcontext)
             store_is_gone = isinstance(error, RendezvousConnectionError | DistNetworkError)
             if not (had_met and store_is_gone):
-                raise UserError(not_met(error, config, time.monotonic() - began), code=1) from error
+                raise UserError(not_met(error, config), code=1) from error
             tell("torchrun: the rendezvous does not answer, looking for it again")
 
 
-def not_met(error, config, seconds):
+def not_met(error, config):
     """Why the machines did not find each other, in three lines."""
     job = f"job {config.run_id} at {config.rdzv_endpoint}"
     if isinstance(error, RendezvousClosedError):
         return f"{job} is over: it is complete\nto train on, start all machines again with a new --rdzv_id"
     if isinstance(error, RendezvousTimeoutError):
         return (
-            f"{job}: too few machines came in {seconds:.0f} s\n"
+            f"{job}: too few machines came\n"
             "are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?"
         )
-    if config.rdzv_backend == "static":
-        return (
-            f"machine 0 at {config.rdzv_endpoint}: no rendezvous in {seconds:.0f} s ({one_line(error)})\n"
-            "does it run, and is that port free there? else give all another --master_port"
-        )
     return (
-        f"{job}: no rendezvous in {seconds:.0f} s ({one_line(error)})\n"
-        "does `python launch/store.py` run there? "
-        "is the address one of that machine, not 127.0.1.1?\n"
-        "does a firewall stand between? then start it again"
+        f"{job}: no rendezvous ({one_line(error)})\n"
+        "does `python launch/store.py` run there, or machine 0, whose port must be free? is the address one\n"
+        "of that machine, not 127.0.1.1? does a firewall stand between? then start it again"
     )

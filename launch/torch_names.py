@@ -25,7 +25,6 @@ LAUNCHER = {
     f"{MEETING}:DynamicRendezvousHandler.__init__": "_op_executor _state_holder _store",
     f"{MEETING}:_BackendRendezvousStateHolder.__init__": "_backend",
     f"{MEETING}:_NodeDescGenerator.__init__": "_local_id",
-    f"{ELASTIC}.utils.distributed": "get_free_port",
     "torch.distributed": "DistNetworkError",
     "torch.distributed.launcher.api": "LocalElasticAgent launch_agent",
     "torch.distributed.run": "config_from_args get_args_parser",

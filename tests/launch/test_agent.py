@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import multiprocessing
 import os
 import pickle
 import re
@@ -21,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
 
 from common.errors import UserError
-from launch.agent import Agent, Forks, Signals, replace_names
+from launch.agent import Agent, Signals, replace_names
 
 DIES = """
 import os, signal
@@ -343,44 +342,3 @@ def test_a_strangers_pickle_in_the_store_runs_no_code_and_ends_the_agent_with_a_
     handler(place)._store.set("torch.rendezvous.job", state)
     said = node.ends_with(1)
     assert "The rendezvous state is corrupt" in said and not (tmp_path / "run").exists(), said
-
-
-class OnlyOne:
-    """A process of a fork server that has no room for another."""
-
-    begun = []
-
-    def __init__(self, target, args):
-        self.environment = args[1]
-
-    def start(self):
-        if self.begun:
-            raise OSError("no room")
-        self.begun.append(self)
-
-    def kill(self):
-        self.killed = True
-
-
-def test_where_not_all_processes_of_the_next_life_can_begin_early_none_stays(tmp_path, monkeypatch):
-    folder = tmp_path / "attempt_0/job"
-    folder.mkdir(parents=True)
-    (folder / "trains-0-0").touch()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Process=OnlyOne))
-    forks = object.__new__(Forks)
-    forks.alone = True
-    forks.nprocs = 2
-    forks.args = [["train.py"]] * 2
-    forks.envs = dict.fromkeys(range(2), {"TORCHELASTIC_RESTART_COUNT": "0"})
-    forks.stdouts = forks.stderrs = ["", ""]
-    forks.error_files = {rank: f"{folder}/attempt_0/{rank}/error.json" for rank in range(2)}
-    procs = [SimpleNamespace(poll=lambda code=code: code, pid=0) for code in (-9, None)]
-    forks.subprocess_handlers = {rank: SimpleNamespace(proc=proc) for rank, proc in enumerate(procs)}
-    forks._running_local_ranks = {0, 1}
-    forks._failures = {}
-    forks.entrypoint = ""
-    forks.close = lambda: None
-    assert [*forks._poll().failures] == [0]
-    (process,) = OnlyOne.begun
-    assert process.killed and not Forks.successors
-    assert process.environment["TORCHELASTIC_ERROR_FILE"] == f"{folder}/attempt_1/0/error.json"

@@ -72,10 +72,11 @@ def test_a_launcher_without_a_temporary_folder_says_so(jobs, monkeypatch, tmp_pa
 
 GONE = """
 import shutil, sys
+from pathlib import Path
 from launch import agent, torchrun
 start = agent.Forks._start
 def remove(forks):
-    shutil.rmtree(forks.folder.parent)
+    shutil.rmtree(Path(forks.error_files[0]).parents[3])
     start(forks)
 agent.Forks._start = remove
 sys.exit(torchrun.main(sys.argv[1:]))

@@ -73,40 +73,6 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, run):
         assert abs(before["rescue"] + after["down"] + after["start"] - seconds) < max(0.5, 0.5 * seconds)
 
 
-BESIDE = """
-import os, pathlib, time
-from common.checkpoint import Writer
-from common.extras.nets import build_mlp
-BEGUN = pathlib.Path(__file__).with_name("begun")
-def commit(self, sources, facts):
-    deadline = time.monotonic() + 30
-    while len(os.listdir(BEGUN)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    BEGUN.with_name("beside").write_text(str(len(os.listdir(BEGUN))))
-    return real(self, sources, facts)
-real, Writer.commit = Writer.commit, commit
-def net(data):
-    (BEGUN / str(os.getpid())).touch()
-    return build_mlp(data)
-"""
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_next_lifes_processes_begin_while_a_survivor_saves_and_wait_for_its_end(
-    jobs, run, tmp_path, rank
-):
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "own.py").write_text(BESIDE)
-    flags = (f"--model={tmp_path}/own.py:net", "--save-every=0", "--save-seconds=0", "--epochs=999")
-    job = warm(jobs, *PACED, "--run-dir", run, *flags)
-    jobs.kill(wait_for(run, 3, 0, job)["pids"][rank])
-    wait_for(run, 6, 1, job)
-    assert (tmp_path / "beside").read_text() == "4"
-    (run / "control/stop").touch()
-    job.ends_with(143)
-    assert audit(run) == CLEAN and len(lives(run)) == 2
-
-
 def test_a_killed_fork_server_is_replaced_too(jobs, run):
     job = warm(jobs, *PACED, "--run-dir", run, PACE="0.02")
     wait_for(run, 3, 0, job)
