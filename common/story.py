@@ -68,15 +68,12 @@ def header(run: Any) -> list[str]:
     world = run.world
     data = run.data
     parameters = sum(p.numel() for p in run.net.parameters())
-    count = opts.virtual_ranks or world.size
-    shares = "slice" if opts.virtual_ranks else "share"
     lines = [
         f"run {opts.run_dir}   world {world.size}   life {world.life}",
         f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process",
         f"model {opts.model}: {parameters:,} parameters   "
         f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
-        f"global batch {opts.global_batch_size} = {count} {shares}{'s' * (count > 1)} of "
-        f"{-(-opts.global_batch_size // count)} or less   "
+        f"global batch {opts.global_batch_size} (shares: {opts.virtual_ranks or world.size})   "
         f"{run.progress.steps_per_epoch:,} steps an epoch, {run.progress.total_steps:,} in all",
     ]
     own = opts.task == OWN or any(".py:" in str(value) for value in opts.to_json().values())

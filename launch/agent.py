@@ -5,7 +5,6 @@ What it uses of torch's inside stands in torch_names.py.
 
 import ctypes
 import functools
-import hashlib
 import io
 import json
 import logging
@@ -43,6 +42,7 @@ from common.errors import UserError, may_pass, one_line, say
 from common.options import Options
 from common.place import STOPPED, in_words
 from common.rescue.seconds import AGENT_SECONDS
+from common.sealed import sha
 from launch.worker import work
 
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
@@ -373,10 +373,9 @@ def code_of_a_stop():
 
 def facts_of(options):
     """{name: value} that all machines of a job must have, as far as it is known without the training."""
-    code = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].glob("common/**/*.py")):
-        code.update(path.read_bytes())
-    facts = {"python": platform.python_version(), "torch": torch.__version__, "code": code.hexdigest()[:12]}
+    files = sorted(Path(__file__).parents[1].glob("common/**/*.py"))
+    code = sha(b"".join(map(Path.read_bytes, files)))[:12]
+    facts = {"python": platform.python_version(), "torch": torch.__version__, "code": code}
     return facts | options.of_all_ranks() if options else facts
 
 
@@ -485,6 +484,5 @@ def not_met(error, config):
         )
     return (
         f"{job}: no rendezvous ({one_line(error)})\n"
-        "does `python launch/store.py` run there, or machine 0, whose port must be free? is the address one\n"
-        "of that machine, not 127.0.1.1? does a firewall stand between? then start it again"
+        "does launch/store.py, or machine 0, run there? is its port free, its address not 127.0.1.1?"
     )

@@ -94,16 +94,12 @@ class Watch:
     def stop(self, thread):
         """Nothing here ends this life any more, once the thread has ended; call it in the main thread."""
         self.stopped = True
-        self._give_signals_back()
-        thread.join()  # one that wakes in a dying interpreter aborts it
-        self.selector.close()
-        for end in self.pipe:
-            os.close(end)
-
-    def _give_signals_back(self):
-        """Restore the handlers that were there before, and wake the thread."""
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         with suppress(BlockingIOError):  # it is full: the thread is awake already
             os.write(self.pipe[1], bytes(1))  # to close it is not enough: forked processes have it open too
+        thread.join()  # one that wakes in a dying interpreter aborts it
+        self.selector.close()
+        for end in self.pipe:
+            os.close(end)

@@ -226,28 +226,27 @@ def visible_devices(opts, place, placed=()):
 
 
 def own_share(seen, opts, place, store):
-    """The GPUs of this process: those that it sees, less the shares of ranks that see the same ones.
+    """The GPUs of this process: an equal part of those that it sees, or all if the next rank sees others.
 
     Equal names may be different GPUs (Slurm's --gpus-per-task), so the ranks of a machine compare uuids.
     """
-    sharers = [place.rank]
+    each = len(seen)
+    first = 0
     if store:
         uuids = str([uuid_of(gpu) for gpu in seen])
         store.set(f"sees/{place.rank}", uuids)
-        first = place.rank - place.local_rank
-        machine = range(first, first + place.local_size)
-        lists = store.multi_get([f"sees/{rank}" for rank in machine])
-        sharers = [rank for rank, others in zip(machine, lists, strict=True) if others.decode() == uuids]
-    each = len(seen) // len(sharers)
+        next_one = place.rank - place.local_rank + (place.local_rank + 1) % place.local_size
+        if store.get(f"sees/{next_one}").decode() == uuids:
+            each = len(seen) // place.local_size
+            first = place.local_rank
     if not each:
         raise UserError(
-            f"{len(sharers)} processes on this machine but {len(seen)} GPUs are visible\n"
+            f"{place.local_size} processes on this machine but {len(seen)} GPUs are visible\n"
             f"start at most {len(seen)} (--nproc_per_node={len(seen)}), or use --device cpu"
         )
     if opts.script == "ddp":
         each = 1
-    first = sharers.index(place.rank) * each
-    return seen[first : first + each]
+    return seen[first * each :][:each]
 
 
 def uuid_of(gpu):

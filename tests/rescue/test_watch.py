@@ -62,9 +62,9 @@ def test_a_rank_that_does_not_move_is_told_with_its_stack_and_one_that_moves_is_
 
 def stop_while_the_thread_wakes(world):
     watch.LOOK_SECONDS = 0.01
-    give_back = Watch._give_signals_back
-    Watch._give_signals_back = lambda self: (time.sleep(0.3), give_back(self))
     _, stop, _ = watched(world, 600)
+    give_back = signal.set_wakeup_fd
+    signal.set_wakeup_fd = lambda fd: (time.sleep(0.3), give_back(fd))
     stop()
 
 

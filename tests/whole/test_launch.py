@@ -369,7 +369,7 @@ def test_machines_with_fixed_numbers_that_cannot_meet_say_why_and_end(jobs, tmp_
             "--run-dir",
             tmp_path / "run",
         ).ends_with(1)
-    assert said.count("no rendezvous (") == 1 and why in said and "port must be free" in said, said
+    assert said.count("no rendezvous (") == 1 and why in said and "is its port free" in said, said
     assert len(said.splitlines()) <= 3, said
 
 
