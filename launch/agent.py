@@ -54,7 +54,7 @@ ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says
 CLOCKS_APART_SECONDS = 3  # at most
 CLOCK_SECONDS = 3  # some machine that is alive beats within
 LEAVE_SECONDS = 3  # a machine that leaves has told the store within
-END_SECONDS = 30  # at the end of the job for all machines to come; torch waits five minutes for a dead one
+END_SECONDS = 60  # at the end of the job for all machines to come; torch waits five minutes for a dead one
 # The main thread may wait in C for a silent store. After this time another thread handles the signal: later,
 # another machine's stop would be a death to the ranks of this one.
 HANDLE_SECONDS = AGENT_SECONDS / 2

@@ -193,7 +193,7 @@ def end_of_rank_0(script, nodes):
     return nodes
 
 
-def test_a_machine_that_dies_as_the_others_have_completed_costs_them_half_a_minute(waits, pair):
+def test_a_machine_that_dies_as_the_others_have_completed_costs_them_a_minute(waits, pair):
     first, last = end_of_rank_0(waits, pair)
     die(last)
     assert_all_end([first], [0])
