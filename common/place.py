@@ -208,8 +208,10 @@ def how_killed(pid: int) -> str:
 
 
 def began() -> float:
-    """When this process has begun, by the wall clock."""
-    ticks, _ = _state(os.getpid())
+    """When this process has begun, by the wall clock; now, if there is no /proc."""
+    ticks = start_of(os.getpid())
+    if ticks is None:
+        return time.time()
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 

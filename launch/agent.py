@@ -132,7 +132,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     """Continues without a machine that dies while others meet or end, and tells the others when it leaves."""
 
     failed_lives = 0  # lives in a row
-    has_met = False  # others, or nobody
+    came = frozenset()  # addresses of the machines of this life
     facts = {}  # {name: value} that all machines must have in common
     newest = None  # the agent that runs; another one follows if the store ends
 
@@ -158,7 +158,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 self.refuse_if_different(store)
                 super()._rendezvous(group)
                 self.round = self.state.round
-                self.has_met = True
+                self.log_departures(group)
                 return
             except DistNetworkError:
                 raise
@@ -168,10 +168,18 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             except RuntimeError:  # a time-out
                 tell("torchrun: a machine came and does not answer, meeting again")
 
+    def log_departures(self, group):
+        """Ranks know only that one of another machine has ended."""
+        came = {node.addr for node in self.state.participants}
+        gone = sorted(self.came - came)
+        if gone and group.group_rank == 0:
+            tell(f"torchrun: without {', '.join(gone)}")
+        self.came = came
+
     def refuse_if_different(self, store):
         """Compares a machine that comes with those that are there: its ranks would end them all."""
         self._rdzv_handler.num_nodes_waiting()  # reads the state
-        if self.has_met:
+        if self.came:
             return
         self.refuse_another_clock()
         key = f"launch/facts/{self._rdzv_handler.get_run_id()}"

@@ -158,7 +158,7 @@ class Rescue:
         on_main_thread = threading.current_thread() is threading.main_thread()
         if not self.ending.acquire(blocking=on_main_thread):
             return
-        is_mistake = isinstance(error, UserError) and not on_main_thread  # else it is raised again
+        is_mistake = isinstance(error, UserError) and not on_main_thread
         if is_mistake or self.agreed and here().speaks:
             dismiss_agent()  # it would start another life
 
@@ -186,7 +186,7 @@ class Rescue:
                 with suppress(Exception):
                     act()
             code = 1
-            if is_mistake:
+            if isinstance(error, UserError):  # the main thread would raise it again
                 code = error.code
             elif self.asked and not raises:
                 code = saved.failure or ALL_SAVED

@@ -277,7 +277,7 @@ class Box:
 
     def one_less_trains(self):
         """And a log names the machine that is gone."""
-        named = any("ended without a word" in machine.output for machine in self.training)
+        named = any("torchrun: without" in machine.output for machine in self.training)
         return named and self.trains(len(self.training) - 1)
 
     def new_is_refused(self):

@@ -46,7 +46,7 @@ def test_a_key_is_there_once_it_is_whole(config, monkeypatch):
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("os.write", fails)
+        patch.setattr("os.urandom", fails)
         assert own_key() == b""
     assert len(own_key()) == 32
 
