@@ -75,7 +75,7 @@ def codes_of(life):
 class Signals:
     """The first signal ends this agent; others change nothing.
 
-    In the midst of a start torch does not know of all processes yet: these end with their fork server.
+    A process that is just beginning ends with its fork server.
     """
 
     first = None  # the arguments of torch's handler
@@ -106,6 +106,7 @@ class Forks(processes_api.SubprocessContext):
     closing = threading.Lock()
 
     def _start(self):
+        Agent.newest._pcontext = self  # torch sets it once all have begun; a signal may come before
         server = multiprocessing.get_context("forkserver")
         for rank in range(self.nprocs):
             outputs = [self.stdouts[rank], self.stderrs[rank]]
