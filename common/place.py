@@ -18,7 +18,6 @@ MEETING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 # signals that ask a process to stop; USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STOPPED = 143  # exit code of one that such a signal has ended, saved
-SURVIVORS = "survivors"  # a note: those of the life before may still save
 # How many tasks srun or mpirun has started; each is a process of its own until WORLD_SIZE is set.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 NO_NUMBER = -1  # stands for a variable that is no whole number
@@ -103,23 +102,17 @@ def meeting_variables() -> str:
 
 
 # ---- this life, as its agent sees it --------------------------------------------------------------
-def note_that_it_waits(yes: bool) -> None:
-    """Tell launch/agent.py, by a file, whether this rank still waits for others."""
+def note_start(trains: bool = False) -> None:
+    """Tell launch/agent.py, by a file, that this rank begins; then that it has met the others, and trains."""
     place = here()
     if place.notes:
-        note = place.notes / f"start-{place.rank}"
+        name = f"{place.restart}-{place.local_rank}"
+        note = place.notes / f"start-{name}"
         with suppress(OSError):
-            if yes:
-                note.touch()
+            if trains:
+                note.rename(place.notes / f"trains-{name}")
             else:
-                note.unlink()
-
-
-def wait_for_survivors() -> None:
-    """Wait until those of the life before have ended: launch/agent.py starts processes beside them."""
-    notes = here().notes
-    while notes and (notes / SURVIVORS).exists():
-        time.sleep(0.005)
+                note.touch()
 
 
 def die_with_the_parent() -> None:
@@ -129,10 +122,10 @@ def die_with_the_parent() -> None:
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     parent = os.getppid()  # if it died before this line: init or a user's systemd
-    with suppress(OSError):  # in a container the agent itself can be process 1
-        name = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0].rpartition(b"/")[2]
-        adopted_by_init = parent == 1 and not name.startswith((b"python", b"torchrun"))
-        if adopted_by_init or name.startswith(b"systemd"):
+    with suppress(OSError):
+        command = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0]
+        adopted_by_init = parent == 1 and b"python" not in command  # as in a container an agent is
+        if adopted_by_init or b"systemd" in command:
             os._exit(1)
 
 
@@ -197,35 +190,28 @@ def has_ended(holder: Mapping[str, Any], name: str) -> bool:
     return _named(holder[name][0]) != holder[name]
 
 
-class Ending(NamedTuple):
-    """How a process has ended."""
+def how_killed(pid: int) -> str:
+    """How a process of this machine was killed; empty if it lives, or has ended by itself.
 
-    words: str = "is gone"
-    killed: bool = False
-
-
-def end_of(pid: int) -> Ending | None:
-    """How a process of this machine has ended, or None; a zombie still has its exit code.
-
-    A fork server reaps its processes at once; then launch/agent.py leaves a file with these words.
+    A zombie still has its exit code. A fork server reaps its processes at once; then launch/agent.py leaves a
+    file with these words.
     """
     started, status = _state(pid)
-    if started is not None:
-        return None
-    if status is None:
-        notes = here().notes
-        if notes and (notes / f"death-{pid}").exists():
-            return Ending((notes / f"death-{pid}").read_text(), killed=True)
-        return Ending()
-    code = os.waitstatus_to_exitcode(status)
-    return Ending(in_words(code), killed=code < 0)
+    notes = here().notes
+    if status is not None:
+        code = os.waitstatus_to_exitcode(status)
+        return in_words(code) if code < 0 else ""
+    if started is None and notes:
+        with suppress(OSError):
+            return (notes / f"death-{pid}").read_text()
+    return ""
 
 
-def began(pid: int) -> float | None:
-    """When a process of this machine has begun, by the wall clock; None if it does not live."""
-    ticks, _ = _state(pid)
+def began() -> float:
+    """When this process has begun, by the wall clock; now, if there is no /proc."""
+    ticks = start_of(os.getpid())
     if ticks is None:
-        return None
+        return time.time()
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 

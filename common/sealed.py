@@ -52,11 +52,8 @@ def own_key() -> bytes:
         path = folder.expanduser() / "train_ddp/key"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():  # linked once it is whole: another process may read it at any time
-            fd, new = tempfile.mkstemp(dir=path.parent)
-            os.write(fd, os.urandom(32))
-            os.close(fd)
-            with suppress(FileExistsError):
-                os.link(new, path)
-            os.unlink(new)
+            with tempfile.NamedTemporaryFile(dir=path.parent, buffering=0) as new, suppress(FileExistsError):
+                new.write(os.urandom(32))
+                os.link(new.name, path)
         return path.read_bytes()
     return b""

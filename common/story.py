@@ -43,23 +43,21 @@ def introduce(run: Any, last: Life) -> None:
     opts = run.opts
     size = run.world.size
     before = last[0] if last else {}  # how it began
-    died = extra("deaths")(last, over=True) if last else []
     us = this_process()
     is_restart = before.get("job") == us["job"]
     lines = [] if is_restart and before["world"] == size else header(run)
     line = resumption(run)
     if is_restart:
         # survivors have printed deaths on their own machine; one line for each other machine
-        elsewhere = {death["host"]: death for death in died if death["host"] != us["host"]}
-        lines = [f"rank {d['rank']} on {host} {d['cause']}" for host, d in elsewhere.items()] + lines
+        died = {death["host"]: death for death in extra("deaths")(last, over=True)}
+        died.pop(us["host"], None)
+        lines = [f"rank {death['rank']} on {host} {death['cause']}" for host, death in died.items()] + lines
         moments = [event["stepped"] for event in named(last, "left")]
         seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
         line += f", after {seconds:.1f} s with {size} process{'es' * (size > 1)}"
     if run.state.scheduled and before.get("epochs", opts.epochs) != opts.epochs:  # its line may be damaged
         line += f"; --epochs was {before['epochs']}, now the rate's schedule is that of {opts.epochs}"
-    deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
-    deaths += [f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")]
-    run.log.start([*lines, line], deaths)
+    run.log.start([*lines, line])
     for text in getattr(run.placed, "describe", list)():
         run.log.note(text)
 
@@ -70,15 +68,12 @@ def header(run: Any) -> list[str]:
     world = run.world
     data = run.data
     parameters = sum(p.numel() for p in run.net.parameters())
-    count = opts.virtual_ranks or world.size
-    shares = "slice" if opts.virtual_ranks else "share"
     lines = [
         f"run {opts.run_dir}   world {world.size}   life {world.life}",
         f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process",
         f"model {opts.model}: {parameters:,} parameters   "
         f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
-        f"global batch {opts.global_batch_size} = {count} {shares}{'s' * (count > 1)} of "
-        f"{-(-opts.global_batch_size // count)} or less   "
+        f"global batch {opts.global_batch_size} (shares: {opts.virtual_ranks or world.size})   "
         f"{run.progress.steps_per_epoch:,} steps an epoch, {run.progress.total_steps:,} in all",
     ]
     own = opts.task == OWN or any(".py:" in str(value) for value in opts.to_json().values())
@@ -106,15 +101,15 @@ def resumption(run: Any) -> str:
 def life_event(run: Any) -> dict[str, Any]:
     """Return what the reports and the audit need of a life."""
     progress = run.progress
-    pids, hosts, _ = zip(*run.rescue.watch.processes, strict=True)
+    processes = run.rescue.watch.processes
     return {
         "world": run.world.size,
         "restart": here().restart,
         "job": this_process()["job"],
         "commit": commit(),
-        "pids": pids,
-        "hosts": hosts,
-        "starts": run.rescue.watch.starts,
+        "pids": [process["pid"] for process in processes],
+        "hosts": [process["host"] for process in processes],
+        "starts": [process["process"][1] for process in processes],  # in ticks since boot
         **{name: getattr(progress, name) for name in ("step", "epoch", "position", "turns", "turn")},
         "n": len(run.data.train),
         "seed": progress.order[1],

@@ -5,7 +5,6 @@ What it uses of torch's inside stands in torch_names.py.
 
 import ctypes
 import functools
-import hashlib
 import io
 import json
 import logging
@@ -20,9 +19,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -37,15 +35,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     dynamic_rendezvous,
 )
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import config_from_args, get_args_parser
 
 from common.errors import UserError, may_pass, one_line, say
-from common.ledger import Ledger
 from common.options import Options
-from common.place import STOPPED, SURVIVORS, in_words
+from common.place import STOPPED, in_words
 from common.rescue.seconds import AGENT_SECONDS
+from common.sealed import sha
 from launch.worker import work
 
 FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try cannot mend it
@@ -54,10 +51,12 @@ FINAL = {*range(2, 8)}  # bad input, no whole checkpoint, ...: another try canno
 MEETING = "last_call_timeout=1,keep_alive_interval={},keep_alive_max_attempt=3"
 BEAT_SECONDS = 2
 MOST_BEATS = 64  # in a second: all of them rewrite one value of the store
+LOOK_SECONDS = 0.1  # of an agent at the rendezvous; torch's look once a second, and form a world that late
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
 CLOCKS_APART_SECONDS = 3  # at most
 CLOCK_SECONDS = 3  # some machine that is alive beats within
-LEAVE_SECONDS = 3  # a machine that leaves, for good or to meet again, has told the store within
+LEAVE_SECONDS = 3  # a machine that leaves has told the store within
+END_SECONDS = 60  # at the end of the job for all machines to come; torch waits five minutes for a dead one
 # The main thread may wait in C for a silent store. After this time another thread handles the signal: later,
 # another machine's stop would be a death to the ranks of this one.
 HANDLE_SECONDS = AGENT_SECONDS / 2
@@ -76,13 +75,12 @@ def codes_of(life):
 
 
 class Signals:
-    """The first signal ends this agent, at once or at the end of a start; others change nothing.
+    """The first signal ends this agent; others change nothing.
 
-    In the midst of a start torch does not know of all processes yet: one would be left behind.
+    A process that is just beginning ends with its fork server.
     """
 
     first = None  # the arguments of torch's handler
-    starts = False  # processes
     handled = threading.Event()  # all processes are asked to end
     raise_it = processes_api._terminate_process_handler
 
@@ -90,20 +88,7 @@ class Signals:
     def handle(*arguments):
         if not Signals.first:
             Signals.first = arguments
-            if not Signals.starts:
-                Signals.raise_it(*arguments)
-
-    @staticmethod
-    @contextmanager
-    def kept():
-        """In this block processes are started."""
-        Signals.starts = True
-        try:
-            yield
-        finally:
-            Signals.starts = False
-            if Signals.first:
-                Signals.raise_it(*Signals.first)
+            Signals.raise_it(*arguments)
 
 
 class Fork:
@@ -120,86 +105,25 @@ class Fork:
 class Forks(processes_api.SubprocessContext):
     """The processes of one life on this machine, watched and ended by torch: forks of a fork server."""
 
-    run_dir = None  # of the training, if it has one
-    # A training of ours on one machine, which prints into this terminal, and whose ranks meet at a store of
-    # their own: then a life differs from the one before in its number and its port alone.
-    alone = False
-    successors = []  # processes that have begun for the next life
     closing = threading.Lock()
 
     def _start(self):
-        """Takes the successors of the life before; forks them now if there are none."""
-        if not Forks.successors:
-            self.fork(self.envs)
-        self.subprocess_handlers = dict(enumerate(map(Fork, Forks.successors)))
-        Forks.successors = []
-        (self.folder / SURVIVORS).unlink(missing_ok=True)
-
-    def fork(self, envs):
-        """Adds a successor for each rank, one by one: an error may end this half way (`end_successors`)."""
+        Agent.newest._pcontext = self  # torch sets it once all have begun; a signal may come before
         server = multiprocessing.get_context("forkserver")
         for rank in range(self.nprocs):
             outputs = [self.stdouts[rank], self.stderrs[rank]]
-            process = server.Process(target=work, args=(self.args[rank], envs[rank], outputs))
+            process = server.Process(target=work, args=(self.args[rank], self.envs[rank], outputs))
             process.start()
-            Forks.successors.append(process)
-
-    def fork_successors(self):
-        """Starts the next life's processes while the survivors save: see `wait_for_survivors` in place.py.
-
-        A life that could not train has none: the next one may not train either.
-        """
-        restart = int(self.envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        if not self.alone or not (self.folder / f"opened.{restart}").exists():
-            return
-        (self.folder / SURVIVORS).touch()
-        changed = {"TORCHELASTIC_RESTART_COUNT": str(restart + 1), "MASTER_PORT": str(get_free_port())}
-        attempt = f"{self.folder}/attempt_{restart + 1}"
-        self.fork(
-            {
-                rank: env | changed | {"TORCHELASTIC_ERROR_FILE": f"{attempt}/{rank}/error.json"}
-                for rank, env in self.envs.items()
-            }
-        )
-
-    @staticmethod
-    def end_successors():
-        for process in Forks.successors:
-            process.kill()
-        Forks.successors = []
-
-    @property
-    def folder(self):
-        """Notes of the agent and the processes: `notes` in common/place.py."""
-        return Path(self.error_files[0]).parents[2]
+            self.subprocess_handlers[rank] = Fork(process)
 
     def _poll(self):
-        """None while all run well. Else notes who was killed, and torch asks the others to end."""
-        codes = codes_of(self)
-        if None in codes and not any(codes):
-            return None
-        killed = {rank: code for rank, code in enumerate(codes) if code and code < 0}
-        for rank, code in killed.items():
-            self.note_death(rank, in_words(code))
-        if killed:
-            try:
-                with Signals.kept():
-                    self.fork_successors()
-            except (OSError, EOFError):  # no room, or no fork server: then they begin later
-                self.end_successors()
+        """Tells the survivors on this machine who was killed: see `how_killed` in common/place.py."""
+        notes = Path(self.error_files[0]).parents[2]
+        for rank, code in enumerate(codes_of(self)):
+            if code and code < 0:
+                with suppress(OSError):  # the disk is full
+                    (notes / f"death-{self.pids()[rank]}").write_text(in_words(code))
         return super()._poll()
-
-    def note_death(self, local_rank, how):
-        """Tells the ledger, and the survivors on this machine, of a process that was killed.
-
-        One that fails has told them by itself. `end_of` in common/place.py reads the file.
-        """
-        with suppress(OSError):  # the disk is full
-            (self.folder / f"death-{self.pids()[local_rank]}").write_text(how)
-        if self.run_dir and self.run_dir.exists():
-            ledger = Ledger(self.run_dir, int(self.envs[local_rank]["RANK"]), local_rank)
-            ledger.event("death", why=how)
-            ledger.lines.close()
 
     def _close(self, death_sig, timeout):
         """Asks all to end, and waits as long as a save may take."""
@@ -210,7 +134,6 @@ class Forks(processes_api.SubprocessContext):
 class Agent(local_elastic_agent.LocalElasticAgent):
     """Continues without a machine that dies while others meet or end, and tells the others when it leaves."""
 
-    ended = False  # the workers of this machine have ended well
     failed_lives = 0  # lives in a row
     came = frozenset()  # addresses of the machines of this life
     facts = {}  # {name: value} that all machines must have in common
@@ -223,26 +146,21 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
     def _rendezvous(self, group):
         """The start of a life: finds the other machines, if there may be some."""
-        self.ended = False
         if self.meets_others:
             self.meet(group)
         else:
             super()._rendezvous(group)
-        for path in self.notes("start-*"):
-            path.unlink()  # left by ranks that were killed
         self.started = time.monotonic()
 
     def meet(self, group):
         """Meets again if a machine came and died; torch's own agents would all give up."""
         store = self._rdzv_handler._store
-        patience = store.timeout
+        store.set_timeout(ANSWER)
         while True:
-            store.set_timeout(ANSWER)
             try:
                 self.refuse_if_different(store)
                 super()._rendezvous(group)
                 self.round = self.state.round
-                self.whole = time.monotonic()
                 self.log_departures(group)
                 return
             except DistNetworkError:
@@ -252,8 +170,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                     raise
             except RuntimeError:  # a time-out
                 tell("torchrun: a machine came and does not answer, meeting again")
-            finally:
-                store.set_timeout(patience)
 
     def log_departures(self, group):
         """Ranks know only that one of another machine has ended."""
@@ -312,22 +228,13 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         result = super()._monitor_workers(group)
         if result.is_failed():
             self.log_failure(result)
-        if not self.meets_others:
-            return result
-        state = self.state
-        apart = state.round != self.round  # no heartbeats came: others may meet without us
-        fewer = apart or len(state.participants) < group.group_world_size
-        if not fewer:
-            self.whole = time.monotonic()
-        if result.state == WorkerState.SUCCEEDED:
-            alone = time.monotonic() - self.whole > LEAVE_SECONDS
-            return result if alone or self.all_ended(group) else RunResult(WorkerState.HEALTHY)
-        others_meet = apart and not state.closed
-        gone_at_the_start = fewer and self.notes("start-*")
-        if others_meet or gone_at_the_start:
-            tell("torchrun: a machine is cut off, or gone before all could train; meeting again")
-            self._restart_workers(group)
-            return RunResult(WorkerState.HEALTHY)
+        if self.meets_others and result.state == WorkerState.HEALTHY:
+            state = self.state
+            apart = state.round != self.round  # no heartbeats came: others may meet without us
+            fewer = apart or len(state.participants) < group.group_world_size
+            if apart and not state.closed or fewer and self.notes("start"):
+                tell("torchrun: a machine is cut off, or gone before all could train; meeting again")
+                self._restart_workers(group)
         return result
 
     def log_failure(self, result):
@@ -337,8 +244,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         """
         rank, failure = next(iter(result.failures.items()))
         death = f"torchrun: rank {rank} (pid {failure.pid}) {in_words(failure.exitcode)}"
-        restart = self._worker_group.spec.max_restarts - self._remaining_restarts
-        began = self.notes("start-*") or self.notes(f"opened.{restart}")  # then the training counts its lives
+        began = self.notes("start") or self.notes("trains")  # then the training counts its lives
         late = time.monotonic() - self.started > SOON_SECONDS
         self.failed_lives = 0 if began or late else self.failed_lives + 1
         if FINAL & self.codes:
@@ -351,32 +257,14 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         elif max(self.codes) < 0:
             tell(f"{death}, starting again")
 
-    def notes(self, pattern):
-        """Files of this machine's ranks; one with a start-RANK may still wait for others (`begin_life`)."""
-        return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(pattern)]
-
-    def all_ended(self, group):
-        """Whether the workers of all machines have ended well."""
-        try:
-            if not self.ended:
-                self.ended = True
-                if group.store.add("ended", 1) == group.group_world_size:
-                    group.store.set("all ended", "1")
-            return group.store.check(["all ended"])
-        except RuntimeError:  # the machine with the store has left
-            return True
-
-    def _restart_workers(self, group):
-        """Restarts the workers, unless all machines have just ended well: another one then comes too late."""
-        if self.ended and group.store.add("ended", -1) == group.group_world_size - 1:
-            group.store.set("all ended", "1")
-        else:
-            super()._restart_workers(group)
+    def notes(self, what):
+        """Files of this machine's ranks in this life: one that starts may still wait for others."""
+        restart = self._worker_group.spec.max_restarts - self._remaining_restarts
+        return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(f"{what}-{restart}-*")]
 
     def _exit_barrier(self):
-        """Left out: torch waits five minutes for a dead machine, and misses one that must train again."""
-        if not self.meets_others:
-            super()._exit_barrier()
+        self._exit_barrier_timeout = END_SECONDS
+        super()._exit_barrier()
 
     @property
     def meets_others(self):
@@ -398,8 +286,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             if Signals.first:
                 Signals.raise_it(*Signals.first)
             raise
-        finally:
-            Forks.end_successors()
         if not result:
             tell("torchrun: the job is over, it has not needed this machine")
             return RunResult(WorkerState.SUCCEEDED)
@@ -407,10 +293,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         if failed and len(self.state.participants) > self._rdzv_handler.settings.min_nodes:
             self.leave()
         return result
-
-    def _start_workers(self, group):
-        with Signals.kept():
-            return super()._start_workers(group)
 
     def _shutdown(self, *asked, **settings):
         """Asks all to end, and waits for their saves; `asked` is the signal, if one has come."""
@@ -464,13 +346,10 @@ def replace_names():
     dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator._local_id = random.getrandbits(30)
     # The agent's is asked for with each process: where the name server is away, it takes 5 seconds each time.
     socket.getfqdn = functools.cache(socket.getfqdn)
-    # torch's agents look at the rendezvous once a second, and so form a world a second or two late. A
-    # thousand of them would flood its store, three would not.
-    holder = dynamic_rendezvous._BackendRendezvousStateHolder
-    dynamic_rendezvous._BackendRendezvousStateHolder = lambda backend, settings: holder(
-        backend, settings, cache_duration=min(1.0, settings.max_nodes / 50)
+    dynamic_rendezvous._BackendRendezvousStateHolder = functools.partial(
+        dynamic_rendezvous._BackendRendezvousStateHolder, cache_duration=LOOK_SECONDS
     )
-    dynamic_rendezvous._delay = lambda seconds: time.sleep(random.uniform(0.05, 0.15))  # then asks that cache
+    dynamic_rendezvous._delay = lambda seconds: time.sleep(random.uniform(0.5, 1.5) * LOOK_SECONDS)
     # For a record that nobody keeps, each look would inspect the whole stack twice: a third of a core.
     dynamic_rendezvous.get_method_name = lambda: "look"
 
@@ -485,10 +364,6 @@ def watch_signals(folder):
         number = os.read(reader, 1)[0]
         if Signals.handled.wait(HANDLE_SECONDS):
             return
-        if Signals.starts:  # an import that hangs: without its fork server that start fails
-            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-            if Signals.handled.wait(HANDLE_SECONDS):
-                return
         tell("torchrun: the rendezvous does not answer; asked to stop, this machine leaves")
         agent = Agent.newest
         if agent and agent._pcontext:
@@ -509,10 +384,9 @@ def code_of_a_stop():
 
 def facts_of(options):
     """{name: value} that all machines of a job must have, as far as it is known without the training."""
-    code = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].glob("common/**/*.py")):
-        code.update(path.read_bytes())
-    facts = {"python": platform.python_version(), "torch": torch.__version__, "code": code.hexdigest()[:12]}
+    files = sorted(Path(__file__).parents[1].glob("common/**/*.py"))
+    code = sha(b"".join(map(Path.read_bytes, files)))[:12]
+    facts = {"python": platform.python_version(), "torch": torch.__version__, "code": code}
     return facts | options.of_all_ranks() if options else facts
 
 
@@ -520,9 +394,8 @@ def silence_torchs_logs():
     """The agent's own logs say in pages what is said here in a line."""
     for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    with suppress(OSError, ValueError):  # no stacks for a store that is slow
-        c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
-        ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 3
+    c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
+    ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 3  # no stacks for a store that is slow
 
 
 def refuse(message):
@@ -551,11 +424,8 @@ def settle(args, folder):
 
 
 def address_towards(endpoint):
-    """This machine's address towards HOST:PORT if its own name is a loopback, as on Debian; else None."""
+    """This machine's address towards HOST:PORT, for its own name may be a loopback, as on Debian; or None."""
     host, _, port = endpoint.rpartition(":")
-    with suppress(OSError, UnicodeError):  # also a name of more than 63 characters
-        if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
-            return None
     with suppress(OSError, ValueError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port) % 65536))  # sends nothing
         address, _ = probe.getsockname()
@@ -578,23 +448,13 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
         Agent.facts = facts_of(options)
         if not (args.module or args.no_python or args.numa_binding or args.start_method != "forkserver"):
             local_elastic_agent.start_processes = start_forks
-            own_store = os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
-            usual = (own_store, args.redirects, args.tee) == ("1", "0", "0")
-            Forks.alone = options and config.max_nodes == 1 and usual
-            Forks.run_dir = options and options.run_dir
             words = [args.training_script, *args.training_script_args]
         return serve_config(config, command, words)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        if Agent.newest and Agent.newest.codes:
-            raise RuntimeError from error  # with its traceback; a broken pipe would have none
-        if not os.path.isdir(folder):
-            raise UserError(
-                f"{folder}, the launcher's folder, was removed\nstart it again", code=1
-            ) from error
-        reason = one_line(error) if str(error) else "a number is out of range"
         raise UserError(
-            f"torchrun cannot start so: {reason}\nits flags were {' '.join(arguments)}; see torchrun --help",
-            code=1 if may_pass(error) else 2,
+            f"torchrun cannot start so: {one_line(error)}\n"
+            f"its flags were {' '.join(arguments)}, its folder {folder}; see torchrun --help",
+            code=1 if Agent.newest or may_pass(error) else 2,
         ) from error
 
 
@@ -608,7 +468,6 @@ def start_forks(start_method, numa_options, **settings):
 def serve_config(config, command, words):
     """Runs the agent, again if the store ends; returns the exit code."""
     while True:
-        began = time.monotonic()
         Agent.newest = None
         try:
             launcher_api.launch_agent(config, command, words)
@@ -622,28 +481,21 @@ def serve_config(config, command, words):
             had_met = agent and (agent.meets_others or agent._pcontext)
             store_is_gone = isinstance(error, RendezvousConnectionError | DistNetworkError)
             if not (had_met and store_is_gone):
-                raise UserError(not_met(error, config, time.monotonic() - began), code=1) from error
+                raise UserError(not_met(error, config), code=1) from error
             tell("torchrun: the rendezvous does not answer, looking for it again")
 
 
-def not_met(error, config, seconds):
+def not_met(error, config):
     """Why the machines did not find each other, in three lines."""
     job = f"job {config.run_id} at {config.rdzv_endpoint}"
     if isinstance(error, RendezvousClosedError):
         return f"{job} is over: it is complete\nto train on, start all machines again with a new --rdzv_id"
     if isinstance(error, RendezvousTimeoutError):
         return (
-            f"{job}: too few machines came in {seconds:.0f} s\n"
+            f"{job}: too few machines came\n"
             "are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?"
         )
-    if config.rdzv_backend == "static":
-        return (
-            f"machine 0 at {config.rdzv_endpoint}: no rendezvous in {seconds:.0f} s ({one_line(error)})\n"
-            "does it run, and is that port free there? else give all another --master_port"
-        )
     return (
-        f"{job}: no rendezvous in {seconds:.0f} s ({one_line(error)})\n"
-        "does `python launch/store.py` run there? "
-        "is the address one of that machine, not 127.0.1.1?\n"
-        "does a firewall stand between? then start it again"
+        f"{job}: no rendezvous ({one_line(error)})\n"
+        "does launch/store.py, or machine 0, run there? is its port free, its address not 127.0.1.1?"
     )

@@ -5,8 +5,8 @@
 
 AWS, GCP and Azure announce it at an address inside the machine, 30 seconds to 15 minutes ahead; a file that
 appears (--file) announces it too. The command takes the place of this process, so that its signals and its
-exit code stay its own; a child of it watches and ends with it. `--pid PID` watches for a launcher that runs
-already. Slurm sends the signal itself, and so does Kubernetes where something drains the node.
+exit code stay its own; a child of it watches and ends with it. Slurm sends the signal itself, and so does
+Kubernetes where something drains the node.
 """
 
 import argparse
@@ -73,23 +73,16 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pid", type=int, help="watch for this process instead of a command")
     parser.add_argument("--file", type=Path, help="this file announces it as soon as it exists")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     words = parser.parse_args()
-    command = words.command[words.command[:1] == ["--"] :]
-    if (words.pid is None) == (not command):
-        parser.error("either a command or --pid PID")
-    if command and not shutil.which(command[0]):
-        parser.error(f"no program {command[0]}")
-    try:
-        process = os.pidfd_open(words.pid or os.getpid())
-    except (OSError, OverflowError) as error:
-        parser.error(f"--pid {words.pid}: {error}")
-    if command:
-        if os.fork():
-            os.execvp(command[0], command)  # closes its own `process`
-        os.setsid()  # Ctrl-C is for the command
+    command = words.command
+    if not command or not shutil.which(command[0]):
+        parser.error(f"no program {' '.join(command)}")
+    process = os.pidfd_open(os.getpid())
+    if os.fork():
+        os.execvp(command[0], command)  # closes its own `process`
+    os.setsid()  # Ctrl-C is for the command
     watch(process, words.file)
 
 

@@ -7,7 +7,8 @@ LAUNCHER = {
     f"{ELASTIC}.agent.server": "RunResult WorkerState",
     f"{ELASTIC}.agent.server.api:SimpleElasticAgent": "_rendezvous _monitor_workers _restart_workers "
     "_exit_barrier _shutdown",
-    f"{ELASTIC}.agent.server.api:SimpleElasticAgent.__init__": "_worker_group _remaining_restarts",
+    f"{ELASTIC}.agent.server.api:SimpleElasticAgent.__init__": "_worker_group _remaining_restarts "
+    "_exit_barrier_timeout",
     f"{ELASTIC}.agent.server.local_elastic_agent": "LocalElasticAgent start_processes",
     f"{ELASTIC}.agent.server.local_elastic_agent:LocalElasticAgent.__init__": "_pcontext _rdzv_handler "
     "_logs_specs",
@@ -24,7 +25,6 @@ LAUNCHER = {
     f"{MEETING}:DynamicRendezvousHandler.__init__": "_op_executor _state_holder _store",
     f"{MEETING}:_BackendRendezvousStateHolder.__init__": "_backend",
     f"{MEETING}:_NodeDescGenerator.__init__": "_local_id",
-    f"{ELASTIC}.utils.distributed": "get_free_port",
     "torch.distributed": "DistNetworkError",
     "torch.distributed.launcher.api": "LocalElasticAgent launch_agent",
     "torch.distributed.run": "config_from_args get_args_parser",

@@ -23,7 +23,6 @@ from common.errors import guarded, one_line, say  # noqa: E402
 from common.options import extra, text_of  # noqa: E402
 
 A_PEER = re.compile("Connection (closed|reset)|Dist(Network|Store)Error")  # has ended while the ranks met
-ITS_ADDRESS = re.compile(r"\[[0-9a-f.:]+\]:\d+")
 
 
 def preload(script: str, module: str, options: dict) -> None:
@@ -78,13 +77,13 @@ def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[st
     except RuntimeError as error:
         if not A_PEER.search(f"{type(error).__name__} {error}") or "--debug" in command:
             raise
-        which = ITS_ADDRESS.search(str(error)) or [one_line(error)]
-        say(f"rank {os.environ['RANK']}: another one has gone ({which[0]})", sys.stderr)
+        say(f"rank {os.environ['RANK']}: another one has gone ({one_line(error)})", sys.stderr)
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out
 
 
-# Each process meets the same error and prints it; other programs have no such variable.
-with suppress(Exception):
-    preload(*json.loads(os.environ.pop("LAUNCH_PRELOAD")))
+if "LAUNCH_PRELOAD" in os.environ:  # in the fork server
+    place.die_with_the_parent()  # an import may hang
+    with suppress(Exception):  # each process meets the same error and prints it
+        preload(*json.loads(os.environ.pop("LAUNCH_PRELOAD")))

@@ -132,8 +132,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        # there is no answer without /proc
-        self.began = round(began(os.getpid()) or time.time(), 3)
+        self.began = round(began(), 3)
         self.mark = time.monotonic()
         self.made = self.mark
         self.ledger: Ledger | None = None  # on rank 0, once the life is in it

@@ -48,10 +48,10 @@ class Log:
             for record in filter(None, records):
                 self._keep(record)
 
-    def start(self, lines: Iterable[str], deaths: Iterable[str] = ()) -> None:
-        """Print the lines; TensorBoard gets them after those deaths. From here on samples/s are counted."""
+    def start(self, lines: Iterable[str]) -> None:
+        """Print the lines, also for TensorBoard. From here on samples/s are counted."""
         if self.speaks:
-            self.curves.life = "\n\n".join([*deaths, *lines])
+            self.curves.life = "\n\n".join(lines)
         self.began = time.monotonic()
         self.previous = self.began, self.first  # time and step of the line before
         for text in lines:

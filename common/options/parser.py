@@ -15,7 +15,7 @@ from pathlib import Path
 from common.errors import UserError, end, ready_streams, say
 from common.options.options import FLAGS, Options, Values, read_options
 from common.options.registry import NAMES, extra, kind_of
-from common.place import die_with_the_parent, here, note_that_it_waits, tasks_beside
+from common.place import die_with_the_parent, here, note_start, tasks_beside
 from common.torch_names import TRAINING, missing
 
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
@@ -112,7 +112,7 @@ def begin_life(trains: bool = True) -> None:
         extra("no_meeting")(siblings)
     if place.agent:
         die_with_the_parent()
-    note_that_it_waits(True)
+    note_start()
 
 
 def parse_options(

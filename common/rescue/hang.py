@@ -8,18 +8,17 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 
 from common.errors import say
 from common.rescue.alarm import Alarm
 from common.rescue.seconds import HANG_SECONDS, PLACES_SECONDS
 
-SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
-MOVED = "moved"  # a message over a lifeline; any other one is a rank and its place
+FRAMES = 6  # of a stack that are printed
+MOVED = "moved"  # a message over a lifeline; any other one is the number of a rank that stands still
 
 
 class Hang:
-    """For how long no rank has moved; once that is too long, `found` is set, and ranks tell their places."""
+    """For how long no rank has moved; once that is too long, `found` is set, and ranks print their places."""
 
     def __init__(self, state, world, tell):
         self.state = state
@@ -30,7 +29,7 @@ class Hang:
         self.still = 0.0  # seconds since any rank made progress
         self.moved = 0.0  # when this rank last sent that it moves
         self.found = Alarm()
-        self.places = {}  # by rank
+        self.stand = set()  # ranks that have told that they stand still
 
     def count(self, seconds):
         """Counts these seconds, if this rank has not moved in them; after too many it stands still."""
@@ -43,15 +42,14 @@ class Hang:
             self._stand_still()
 
     def hear(self, message):
-        """Another rank moves, or tells its place."""
+        """Another rank moves, or stands still."""
         if message == MOVED:
             self.still = 0.0
             if self.world.rank == 0:
                 self._tell_move()
         else:
+            self.stand.add(int(message))
             self._stand_still()
-            rank, place = message.split(" ", 1)
-            self.places[int(rank)] = place
 
     def _tell_move(self):
         now = time.monotonic()
@@ -60,23 +58,20 @@ class Hang:
             self.tell(MOVED)
 
     def _stand_still(self):
-        """This rank tells where it is; then it waits for the others' places, or for rank 0's end."""
+        """This rank prints where it is; then it waits for the others, or for rank 0's end."""
         if self.found.is_set():
             return
         rank = self.world.rank
         frame = sys._current_frames()[threading.main_thread().ident]
-        stack = "".join(traceback.format_stack(frame)[-6:]).rstrip()
-        say(f"rank {rank} is here:\n{stack}", sys.stderr)
-        step = self.state.progress.step
-        self.places[rank] = f"step {step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        self.tell(f"{rank} {self.places[rank]}")
+        say(f"rank {rank} is here:\n{''.join(traceback.format_stack(frame, FRAMES))}", sys.stderr)
+        self.stand.add(rank)
+        self.tell(str(rank))
         self.found.sound(PLACES_SECONDS if rank == 0 else 2 * PLACES_SECONDS)
 
     def report(self):
-        """Who is where; rank 0 alone knows of all."""
-        ranks = range(self.world.size) if self.world.rank == 0 else [0, self.world.rank]
-        groups = {}
-        for rank in ranks:
-            groups.setdefault(self.places.get(rank, SILENT), []).append(str(rank))
-        places = [f"rank {','.join(names)}: {place}" for place, names in groups.items()]
-        return "; ".join([f"no progress for {self.limit:.0f} s at step {self.state.progress.step}", *places])
+        """Which ranks are silent; rank 0 alone has heard of all."""
+        text = f"no progress for {self.limit:.0f} s at step {self.state.progress.step}"
+        silent = {*range(self.world.size)} - self.stand
+        if silent and self.world.rank == 0:
+            text += f"; no sign of life (stopped, cut off, or a lock held in C) of ranks {sorted(silent)}"
+        return text

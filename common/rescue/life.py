@@ -1,12 +1,11 @@
 """A crash loop ends the job: its agent would restart it for ever."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import chain
 
 from common.errors import UserError
 from common.ledger import Life, named
-from common.place import here, note_that_it_waits
+from common.place import here
 from common.sampler import ElasticSampler
 from common.training import TrainState
 
@@ -20,31 +19,17 @@ FAILURES = {"error", "hang"}  # events
 def refuse_a_crash_loop() -> None:
     """Exit with code 5 if three lives in a row have ended before they could train; call it first of all.
 
-    The agent counts the restarts, and its folder says which of them could train: each machine judges its own
-    lives.
+    The agent counts the restarts, and its folder says which of them began and did not train (`note_start` in
+    place.py): each machine judges its own lives.
     """
     place = here()
-    if place.notes is None:
-        return
-    for life in range(place.restart - FAILED_LIVES, place.restart):
-        # a cleaner of /tmp takes a life's folder before its note, some days after both were made
-        known = (place.notes / f"attempt_{life}/{place.local_rank}").exists()
-        if not known or (place.notes / f"opened.{life}").exists():
-            return
-    raise UserError(
-        f"{FAILED_LIVES} lives in a row ended before they could train; their errors are above\n"
-        "mend the cause, then start again",
-        code=5,
-    )
-
-
-def note_that_it_trains() -> None:
-    """Tell the agent that this life has met the others and loaded its state."""
-    place = here()
-    if place.speaks and place.notes:
-        with suppress(OSError):
-            (place.notes / f"opened.{place.restart}").touch()
-    note_that_it_waits(False)
+    lives = range(place.restart - FAILED_LIVES, place.restart)
+    if place.notes and all((place.notes / f"start-{life}-0").exists() for life in lives):
+        raise UserError(
+            f"{FAILED_LIVES} lives in a row ended before they could train; their errors are above\n"
+            "mend the cause, then start again",
+            code=5,
+        )
 
 
 def refuse_without_progress(lives: Iterable[Life], state: TrainState) -> None:

@@ -1,38 +1,28 @@
 """Rank 0 has a connection to each other rank, a lifeline: the kernel ends it with either process.
 
 From a death to its words: the line ends, and `lost` is set; rank 0 ends its other lines, so all ranks know.
-How a process of this machine has ended is known to its launcher, a moment later (`find_death`).
+How a process of this machine was killed is known to its launcher, a moment later (`find_killed`).
 """
 
 import os
 import socket
 import time
 from contextlib import suppress
-from typing import NamedTuple
 
-from common.place import end_of
+from common.place import how_killed
 from common.rescue.alarm import Alarm
 from common.rescue.seconds import DEATH_SECONDS, PEER_SECONDS
 from common.world import lifelines
 
 
-class Death(NamedTuple):
-    """How another rank has ended."""
-
-    words: str = "a process of another machine is gone"
-    rank: int = -1
-    how: str = ""
-    killed: bool = False
-
-
 class Lifelines:
-    """This rank's connections; `processes` are the (pid, host, machine) of all ranks."""
+    """This rank's connections; `processes` are those of all ranks, each as `this_process` tells it."""
 
     def __init__(self, world, processes):
-        self.machine = processes[world.rank][1:]
+        self.machine = processes[world.rank]["machine"]
         self.processes = processes
         self.lost = Alarm()
-        self.death = Death()
+        self.killed = None  # (rank, how) of one of this machine
         self.received = {}  # {line: the first part of its next message}
         self.lines = lifelines(world.store, world.rank, world.size) if world.store else []
         for line in self.lines:
@@ -62,17 +52,17 @@ class Lifelines:
         for line in self.lines:
             with suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
-        self.find_death(DEATH_SECONDS)
+        self.find_killed(DEATH_SECONDS)
 
-    def find_death(self, seconds=0.0):
-        """Find how a rank of this machine ended, one that was killed if any; its launcher knows it late."""
+    def find_killed(self, seconds=0.0):
+        """Find a rank of this machine that was killed, if there is one; its launcher knows it late."""
         deadline = time.monotonic() + seconds
-        while True:
-            for rank, (pid, *machine) in enumerate(self.processes):
-                ending = end_of(pid) if machine == self.machine else None
-                if ending and (ending.killed or not self.death.how):
-                    words = f"rank {rank} (pid {pid}) {ending.words}"
-                    self.death = Death(words, rank, how=ending.words, killed=ending.killed)
-            if self.death.killed or time.monotonic() >= deadline:
-                return self.death
+        while not self.killed:
+            for rank, process in enumerate(self.processes):
+                how = how_killed(process["pid"]) if process["machine"] == self.machine else ""
+                if how:
+                    self.killed = rank, how
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.002)
+        return self.killed

@@ -1,7 +1,7 @@
 """Ranks leave a loop at one step: each tells that it has left, and waits until all have.
 
-A rank that goes on would wait in a collective for one that has left. It answers over the lifelines, from
-there as well; so the one that has left ends with an error that names both.
+A rank that goes on would wait in a collective for one that has left. It hears of that over the lifelines,
+there as well, and ends with an error that names both. One of the two is rank 0, which hears all.
 """
 
 import time
@@ -22,55 +22,44 @@ class Parting:
         # that hears may read it at any moment.
         self.place = (0, 0)
         self.left = {}  # {rank: the place at which it has left}
-        self.answer = ""
 
     def go_on(self):
         """This rank begins a step, or ends an epoch; UserError if another has left before that."""
         self.place = (self.place[0], self.state.progress.step + 1)
-        self._answer()
-        if self.answer:
-            raise error_of(self.answer)
+        self._compare()
 
     def passed(self):
         """All ranks have ended the epoch, or left the loop: who is faster may leave the next one already."""
         self.place = (self.place[0] + 1, 0)
 
     def meet(self):
-        """Waits for all ranks to leave; UserError if one goes on."""
-        if self.world.size == 1:
-            return
-        step = self.state.progress.step
+        """Waits for all ranks to leave."""
         store = self.world.store
+        if not store:
+            return
         met = self.place[0]
         names = [f"left/{met}/{rank}" for rank in range(self.world.size)]
-        store.set(names[self.world.rank], str(step))
-        self.tell(f"left {met} {self.world.rank} {step}")
+        store.set(names[self.world.rank], "")
+        self.tell(f"left {met} {self.world.rank} {self.state.progress.step}")
         while not store.check(names):
-            if self.answer:
-                raise error_of(self.answer)
             time.sleep(POLL_SECONDS)
         self.passed()
 
     def hear(self, message):
-        """Whether this message of another rank is one of these."""
-        word, _, rest = message.partition(" ")
-        if word == "left":
-            met, rank, step = map(int, rest.split())
-            self.left[rank] = (met, step)
-            self._answer()
-        elif word == "goes":
-            self.answer = rest
-        return word in ("left", "goes")
+        """Whether this message of another rank is one of these; UserError if this one has gone on."""
+        word, *numbers = message.split()
+        if word != "left":
+            return False
+        met, rank, step = map(int, numbers)
+        self.left[rank] = (met, step)
+        self._compare()
+        return True
 
-    def _answer(self):
+    def _compare(self):
         met, own = self.place
         for rank, (meeting, step) in [*self.left.items()]:
             if meeting == met and step < own:
-                self.answer = f"rank {rank} has left the loop at step {step}, rank {self.world.rank} goes on"
-                self.tell(f"goes {self.answer}")
-
-
-def error_of(fact):
-    return UserError(
-        f"{fact}\nall ranks leave it at one step: decide by run.mean(value), which is the same on all of them"
-    )
+                raise UserError(
+                    f"rank {rank} has left the loop at step {step}, rank {self.world.rank} goes on: "
+                    "all leave it at one step, by run.mean(value), say"
+                )

@@ -39,23 +39,22 @@ BY_A_PERSON = "control/stop"
 
 
 class WayOut(enum.Enum):
-    """Why a life ends before its training does: event in the ledger, words of the first rank, exit code.
+    """Why a life ends before its training does: event in the ledger, words of the first rank, who ends it.
 
-    Without words the error tells all, and nothing is saved. Without a code the error is raised again, and has
-    its own. If the save fails, its code takes the place of ALL_SAVED.
+    Without words the error tells all, and nothing is saved. If it `raises`, the error is raised again, and
+    has its own exit code. Else that is 1; of a rank that was asked to stop ALL_SAVED, or a failed save's.
     """
 
     # a person or a launcher asks for it
-    STOPPED = "stop", "stopped on {cause}: {saved}", ALL_SAVED
+    STOPPED = "stop", "stopped on {cause}: {saved}", False
     # another rank has ended; then its agent may stop the others too, for another life or another world
-    PEER_DIED = "peer", "{cause}; {saved}", 1
-    PEER_DIED_ALL_STOP = "peer", "{cause}; {saved}", ALL_SAVED
+    PEER_DIED = "peer", "{cause}; {saved}", False
     # no rank makes progress
-    HANG = "hang", "{cause}; {saved}", 1
+    HANG = "hang", "{cause}; {saved}", False
     # this rank has failed, or a person must mend something
-    ERROR = "error", "rank {rank}: {cause}; {saved}", None
+    ERROR = "error", "rank {rank}: {cause}; {saved}", True
     # there is nothing to save, or another job has taken the run
-    REFUSED = "refused", "", None
+    REFUSED = "refused", "", True
 
 
 class Saved(NamedTuple):
@@ -119,7 +118,7 @@ class Rescue:
         try:
             self.world.use_device()
             while self.watch.is_late(self.ending):
-                self.leave(hangs=self.watch.hang.found.is_set())
+                self.leave()
         except BaseException as error:  # nobody would hear of a signal, a death or a hang any more
             self.leave(error)
 
@@ -150,30 +149,31 @@ class Rescue:
             with suppress(OSError):
                 (self.control / name).unlink()
 
-    def leave(self, error: BaseException | None = None, hangs: bool = False) -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """End this life early, on any thread, and nowhere else: save the newest whole step, exit.
 
         Returns only if the error is to be raised again, or if another thread ends this life.
         """
-        way, cause = self._way_out(error, hangs)
+        way, cause = self._way_out(error)
         on_main_thread = threading.current_thread() is threading.main_thread()
         if not self.ending.acquire(blocking=on_main_thread):
             return
-        if self.agreed == BY_A_PERSON and here().speaks:
+        is_mistake = isinstance(error, UserError) and not on_main_thread
+        if is_mistake or self.agreed and here().speaks:
             dismiss_agent()  # it would start another life
 
         if not on_main_thread:  # the main thread, if it still moves, must not finish another step
             self.state.lock.acquire(timeout=PEER_SECONDS)
         saved = self._save(way)
         if way is WayOut.PEER_DIED:
-            way, cause = self._end_of_the_peer()
-        event, words, code = way.value
+            cause = self._end_of_the_peer()
+        event, words, raises = way.value
         self.ledger.event(event, step=self.state.progress.step, why=cause)
         is_first = words and self._is_first(saved)
         if is_first:
-            death = self.watch.lifelines.death
-            if death.killed:  # it could not note its own end
-                self.ledger.event("death", rank=death.rank, why=death.how)
+            killed = self.watch.lifelines.killed
+            if killed:  # it could not note its own end
+                self.ledger.event("death", rank=killed[0], why=killed[1])
             line = words.format(cause=cause, saved=saved.words, rank=self.world.rank)
             say(line, sys.stdout if way is WayOut.STOPPED else sys.stderr)
             note_reason(line)
@@ -181,28 +181,28 @@ class Rescue:
         if is_first and (way is WayOut.STOPPED or not here().agent):  # else the next life does it
             self.store.copy()
 
-        if code == ALL_SAVED:
-            code = saved.failure or ALL_SAVED
-        elif code is None and not on_main_thread:  # there the error would be raised again
-            code = 1
-        if code is not None:
+        if not (raises and on_main_thread):
             for act in (*self.on_exit, end_children, sys.stdout.flush, sys.stderr.flush):
                 with suppress(Exception):
                     act()
+            code = 1
+            if isinstance(error, UserError):  # the main thread would raise it again
+                code = error.code
+            elif self.asked and not raises:
+                code = saved.failure or ALL_SAVED
             os._exit(code)  # without destructors, which may wait for a dead peer
 
-    def _way_out(self, error, hangs):
+    def _way_out(self, error):
         """Return (way, cause) before the save; after an error of a collective wait for news of a death."""
-        if hangs:
-            return WayOut.HANG, self.watch.hang.report()
         if isinstance(error, UserError):  # all ranks have it: not a peer's death
             return WayOut.REFUSED if error.code > LAST_TO_SAVE else WayOut.ERROR, in_words(error)
+        if self.watch.hang.found.is_set():
+            return WayOut.HANG, self.watch.hang.report()
         lifelines = self.watch.lifelines
         if isinstance(error, RuntimeError) and self.world.size > 1:
             lifelines.lost.wait(PEER_SECONDS)  # a collective fails before the thread hears of the end
         # where all are asked to stop, peers that were faster have ended too: only a killed one has died
-        died = lifelines.find_death().killed if self.asked else lifelines.lost.is_set()
-        if died:
+        if lifelines.find_killed() if self.asked else lifelines.lost.is_set():
             return WayOut.PEER_DIED, ""
         return (WayOut.STOPPED, self.asked) if self.asked else (WayOut.ERROR, in_words(error))
 
@@ -222,11 +222,14 @@ class Rescue:
         return Saved(words, whole=True) if words else already
 
     def _end_of_the_peer(self):
-        """Return (way, cause) after the save: a launcher knows by now how the peer ended."""
+        """Return the cause after the save: a launcher knows by now how the peer ended."""
         if here().agent and not self.asked:
             self.watch.signalled.wait(AGENT_SECONDS)
-        death = self.watch.lifelines.find_death(DEATH_SECONDS)
-        return WayOut.PEER_DIED_ALL_STOP if self.asked else WayOut.PEER_DIED, death.words
+        killed = self.watch.lifelines.find_killed(DEATH_SECONDS)
+        if not killed:
+            return "another process is gone"
+        rank, how = killed
+        return f"rank {rank} (pid {self.watch.processes[rank]['pid']}) {how}"
 
     def _is_first(self, saved):
         """Return whether this rank is the first to report this end, of those that see one run folder."""

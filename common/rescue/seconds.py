@@ -5,7 +5,7 @@ LOOK_SECONDS = 1.0  # between two looks of the watch
 HANG_SECONDS = 600.0  # without progress, if --hang-timeout does not say
 LOCKED_SECONDS = 86_400.0  # without any Python thread: then faulthandler ends this process, stopped or not
 # ---- until the main thread leaves; then the watch's thread does it in its place ----
-PLACES_SECONDS = 5.0  # in a hang, for all ranks to tell where they are
+PLACES_SECONDS = 5.0  # in a hang, for all ranks to tell that they stand still
 STEP_SECONDS = 10.0  # after a signal, to end the step; plain torchrun kills after 30
 PEER_SECONDS = 1.0  # the same after a peer's end, or to end an update that has begun
 # ---- after the save ----

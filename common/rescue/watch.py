@@ -27,9 +27,7 @@ class Watch:
     """Open from now on; make it on every rank, in the main thread."""
 
     def __init__(self, state, world):
-        us = this_process()
-        self.processes = gather(world, [us["pid"], us["host"], us["machine"]])
-        self.starts = [start for _, start in gather(world, us["process"])]  # in ticks since boot
+        self.processes = gather(world, this_process())
         self.parting = False  # no step is left: the end of a rank is no death, a signal ends this one at once
         self.stopped = False
         self.lifelines = Lifelines(world, self.processes)
@@ -48,8 +46,8 @@ class Watch:
         os.set_blocking(self.pipe[1], False)
         self.handlers = {}
         for number in STOP:
-            nohup = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
-            if not nohup or here().agent:  # an agent hears it all the same, and kills a process that stays
+            # nohup; an agent hears it all the same, and kills a process that stays
+            if signal.getsignal(number) is not signal.SIG_IGN or here().agent:
                 self.handlers[number] = signal.signal(number, lambda *_: None)
         self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         # A forked process (for loading, say) inherits the pipe; a signal to it alone must not stop this rank.
@@ -102,16 +100,12 @@ class Watch:
     def stop(self, thread):
         """Nothing here ends this life any more, once the thread has ended; call it in the main thread."""
         self.stopped = True
-        self._give_signals_back()
-        thread.join()  # one that wakes in a dying interpreter aborts it
-        self.selector.close()
-        for end in self.pipe:
-            os.close(end)
-
-    def _give_signals_back(self):
-        """Restore the handlers that were there before, and wake the thread."""
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         with suppress(BlockingIOError):  # it is full: the thread is awake already
             os.write(self.pipe[1], bytes(1))  # to close it is not enough: forked processes have it open too
+        thread.join()  # one that wakes in a dying interpreter aborts it
+        self.selector.close()
+        for end in self.pipe:
+            os.close(end)

@@ -202,7 +202,7 @@ class Box:
 
     def one_less_trains(self):
         """And a log names the machine that is gone."""
-        named = any("torchrun: without machine" in machine.output for machine in self.training)
+        named = any("torchrun: without" in machine.output for machine in self.training)
         return named and self.trains(len(self.training) - 1)
 
     def new_is_refused(self):

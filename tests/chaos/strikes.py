@@ -53,7 +53,7 @@ class Strikes:
         return landed, landed
 
     def _lock(self, event):
-        """A process that is alone stays so for a day (LOCKED_SECONDS): nobody else can notice it."""
+        """A process that is alone stays so: nobody else can notice it."""
         alone = lives(self.run)[-1]["world"] == 1
         return (0, False) if alone else self._point(event)
 

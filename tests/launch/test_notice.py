@@ -126,14 +126,6 @@ def test_what_is_no_notice_for_this_machine_ends_nothing(cloud, watched):
     job.kill()
 
 
-def test_a_launcher_that_runs_already_is_watched_by_its_number(cloud, watched, jobs):
-    here = cloud(gcp)
-    here.notice = True
-    training = watched()
-    jobs.start(NOTICE, "--pid", training.pid, cold=True, NOTICE_ADDRESS=here.address).ends_with(0)
-    training.ends_with(143)
-
-
 @pytest.mark.parametrize("words, what", [((), "nothing"), (("--file", "leave"), "only leave")])
 def test_where_no_cloud_answers_that_is_told_once_and_a_file_is_heard_all_the_same(
     watched, tmp_path, words, what

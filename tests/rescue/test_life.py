@@ -82,9 +82,8 @@ def test_lives_that_end_before_they_train_end_the_job_with_5_too(
 
     A cleaner of /tmp has taken what lives before `cleaned` had there.
     """
-    for life in range(cleaned, restart):
-        (tmp_path / f"attempt_{life}/0").mkdir(parents=True)
-    (tmp_path / f"opened.{opened}").touch()
+    for life in {*range(cleaned, restart)} - {opened}:
+        (tmp_path / f"start-{life}-0").touch()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/attempt_{restart}/0/error.json")
     with refusal("before they could train", code=5) if ends else nullcontext():

@@ -90,15 +90,15 @@ def test_a_stop_before_the_first_step_leaves_143_and_no_folder(jobs, run):
 
 
 # Its words: a note that it has begun, and one that lets it end.
-DEAF = """
+WAITS = """
 import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
 begun, saved = map(pathlib.Path, sys.argv[1:])
 begun.touch()
 while not saved.exists():
     time.sleep(0.01)
 sys.exit(143)
 """
+DEAF = WAITS.replace("begun.touch()", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nbegun.touch()")
 
 
 def test_no_number_of_signals_ends_the_wait_for_a_save(jobs, tmp_path):
@@ -112,7 +112,7 @@ def test_no_number_of_signals_ends_the_wait_for_a_save(jobs, tmp_path):
     job.ends_with(143)
 
 
-# A signal comes when a process has begun and the agent does not know it yet.
+# A signal comes when a process has begun and the agent does not know it yet: it ends with its fork server.
 IN_THE_MIDST = """
 import os, pathlib, runpy, signal, sys, time
 from multiprocessing import context
@@ -132,10 +132,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_signal_in_the_midst_of_a_start_leaves_no_process_behind(jobs, tmp_path, nproc):
     (tmp_path / "midst.py").write_text(IN_THE_MIDST)
-    deaf = [script(tmp_path, DEAF), tmp_path / "begun", tmp_path / "saved"]
-    launcher = [tmp_path / "midst.py", TORCHRUN, f"--nproc_per_node={nproc}"]
-    job = jobs.start(*launcher, *deaf, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
-    job.ends_with(1)  # it was asked, did not end, and was killed
+    waits = [script(tmp_path, WAITS), tmp_path / "begun", tmp_path / "never"]
+    jobs.start(tmp_path / "midst.py", TORCHRUN, f"--nproc_per_node={nproc}", *waits).ends_with(143)
     until(lambda: not jobs.alive(), "the end of its fork server", 20)
 
 
