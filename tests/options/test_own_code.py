@@ -28,7 +28,7 @@ def config(tmp_path, monkeypatch):
 
 def test_the_key_is_made_once_and_whole_and_no_other_user_can_read_it(config, monkeypatch):
     with monkeypatch.context() as full_disk:
-        full_disk.setattr("os.write", Mock(side_effect=OSError))
+        full_disk.setattr("os.urandom", Mock(side_effect=OSError))
         assert own_key() == b""
     first = own_key()
     assert len(first) == 32 and own_key() == first

@@ -108,7 +108,7 @@ def stop_rank_1(world):
 
 
 def test_a_stopped_process_is_named_apart_from_those_that_wait_for_it(capfd):
-    (first,), _, (other,) = fork_ranks(3, stop_rank_1)
+    first, _, other = fork_ranks(3, stop_rank_1)
     assert re.fullmatch(r"no progress for 2 s at step 3; no sign of life \(.*\) of ranks \[1\]", first), first
     assert other == "no progress for 2 s at step 3"
     assert "rank 2 is here:" in capfd.readouterr().err
