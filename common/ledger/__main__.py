@@ -2,7 +2,7 @@
 
 import sys
 
-from common.extras.report import main
+from common.options import extra
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(extra("report")())

@@ -56,12 +56,15 @@ EXTRAS: dict[str, str] = {
     "fork": "common.extras.own_files:inherited",
     "another_run": "common.extras.weights:load_another_run",  # with fork or resume
     "freeze": "common.extras.weights:freeze",  # also parts that a net of a user's own has frozen
+    "exports": "common.extras.exports:main",  # python -m common.checkpoint
+    "report": "common.extras.report:main",  # python -m common.ledger
     "load": "common.extras.weights:load",
     "tokens": "common.extras.datasets:refuse_unshifted",
     "workers": "common.extras.workers:from_workers",
     "ema_decay": "common.extras.averages:Averages",
     "fp16": "common.extras.fp16:Scaler",
     "buffers": "common.extras.buffers:MeanOfBuffers",  # of a net that has some, over several ranks
+    "no_progress": "common.extras.no_progress:refuse_without_progress",  # since the life before
     "audit": "common.extras.audit:Audit",
     "deaths": "common.extras.lives:deaths_of",  # of the life before
     "pace": "common.extras.pace:Pace",  # of several ranks

@@ -1,19 +1,9 @@
 """A crash loop ends the job: its agent would restart it for ever."""
 
-from collections.abc import Iterable
-from itertools import chain
-
 from common.errors import UserError
-from common.ledger import Life, named
 from common.place import here
-from common.sampler import ElasticSampler
-from common.training import TrainState
 
-FAILED_LIVES = 3  # in a row: they could not train, or began on one step and ended with an error
-KILLED_LIVES = 10  # in a row on one step: all made steps, and were killed before they saved
-SAMPLES_NAMED = 512  # in an error
-ENDS_A_ROW = {"stop", "refused", "done"}  # events: a life that has one ends the row
-FAILURES = {"error", "hang"}  # events
+FAILED_LIVES = 3  # in a row, which could not train
 
 
 def refuse_a_crash_loop() -> None:
@@ -30,37 +20,3 @@ def refuse_a_crash_loop() -> None:
             "mend the cause, then start again",
             code=5,
         )
-
-
-def refuse_without_progress(lives: Iterable[Life], state: TrainState) -> None:
-    """Exit with code 5 if too many lives in a row have begun on this step and ended; the newest one first.
-
-    The refusal ends the row: the next start may try as often again. A step that was saved and then withdrawn
-    is no progress: the next life began on the same step.
-    """
-    progress = state.progress
-    failed = 0
-    row = []
-    for life in lives:
-        names = {event["event"] for event in life}
-        ended = names & ENDS_A_ROW and not names & FAILURES  # the error of one rank stops the others
-        if ended or life[0]["step"] != progress.step:
-            break
-        row.append(life)
-        if names & FAILURES or "first_step" not in names:
-            failed += 1
-    too_many = failed >= FAILED_LIVES or len(row) >= KILLED_LIVES
-    complete = progress.finished and not progress.evaluation_due
-    if complete or not too_many:
-        return
-    errors = [event["why"] for event in named(chain(*reversed(row)), "error")]
-    first = [*errors, "killed, no error was noted"][0]
-    order = ElasticSampler(progress.samples, state.opts.global_batch_size, seed=progress.order[1])
-    order.set_epoch(progress.epoch, progress.samples if progress.finished else progress.position)
-    samples = ", ".join(map(str, next(iter(order), [])[:SAMPLES_NAMED]))
-    raise UserError(
-        f"no progress in {len(row)} lives on step {progress.step + 1}; the first error: {first}\n"
-        f"its samples: {samples or 'none, it is an evaluation'} (of epoch {progress.epoch + 1})\n"
-        "mend the cause (a bad sample? too little memory?), then start again",
-        code=5,
-    )

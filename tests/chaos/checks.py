@@ -14,7 +14,7 @@ def checkpoints_are_whole(run, tries=1):
     """Every one that has a name that counts verifies, and there is one. A second look: one may just be let
     go.
     """
-    from common.checkpoint.__main__ import main
+    from common.extras.exports import main
 
     for _ in range(tries):
         out = io.StringIO()

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, load_model
 from stores import a_life, at_step, expected, options, save, tiny_net
 from torch import nn
 
-from common.checkpoint.__main__ import main
+from common.extras.exports import main
 from common.options import as_imagefolder
 
 
@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys)
 def test_an_export_says_what_was_done_to_pictures(tmp_path, capsys, monkeypatch):
     run = trained(tmp_path)
     options = {"dataset": "imagefolder", "image_size": 64}
-    monkeypatch.setattr("common.checkpoint.__main__.read_options", lambda run: options)
+    monkeypatch.setattr("common.extras.exports.read_options", lambda run: options)
     _, output, _ = asked(capsys, run, "--export", f"{tmp_path}/w.pt")
     assert f"\nits pictures: {as_imagefolder(64)}\n" in output
 

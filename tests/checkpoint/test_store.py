@@ -25,11 +25,11 @@ from stores import (
 from torch import nn
 
 from common.checkpoint import tensors
-from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
 from common.checkpoint.reader import read_manifest
 from common.errors import UserError
 from common.extras.chosen import choose
+from common.extras.exports import main
 
 
 def fails(*_):

@@ -22,10 +22,10 @@ from stores import (
 )
 
 from common.checkpoint import Layout
-from common.checkpoint.__main__ import main
 from common.checkpoint.disk import Damaged
 from common.checkpoint.reader import read_manifest
 from common.extras.chosen import choose, weights_of
+from common.extras.exports import main
 
 STILL = {"still.weight", "still.bias", "still_too.weight"}
 

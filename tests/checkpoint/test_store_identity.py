@@ -12,7 +12,7 @@ import torch
 from refusals import refusal
 from stores import a_life, is_at, options, refused, resumes_at, save, steps_of, two_checkpoints
 
-from common.checkpoint.__main__ import main
+from common.extras.exports import main
 from common.extras.rules import check_files
 from common.sealed import sealed
 from common.world import fingerprint_of

@@ -19,15 +19,15 @@ from stores import (
     write,
 )
 
-import common.checkpoint.__main__ as command
 from common.checkpoint import fence, tensors
-from common.checkpoint.__main__ import main
 from common.checkpoint.disk import Damaged
 from common.extras import chosen
+from common.extras import exports as command
 from common.extras.chosen import choose
+from common.extras.exports import main
 from common.extras.replay import _chosen
+from common.extras.report import main as report
 from common.ledger import Ledger
-from common.ledger.__main__ import main as report
 
 
 def start(opts, *steps):

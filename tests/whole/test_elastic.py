@@ -6,7 +6,7 @@ import pytest
 from jobs import CLEAN, ROOT, audit, kill_at, lives, rows, steps_on_disk, weights
 from test_readme import COMMON, fenced, section
 
-from common.checkpoint.__main__ import main as checkpoints
+from common.extras.exports import main as checkpoints
 
 EXAMPLE = fenced(section(COMMON, "A loop of your own"), "python")[0]
 

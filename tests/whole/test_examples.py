@@ -12,8 +12,8 @@ from test_datasets import write_images
 from test_readme import COMMON, README, fenced, section
 from torchvision import transforms
 
-from common.checkpoint.__main__ import main as checkpoints
 from common.extras.datasets import imagefolder
+from common.extras.exports import main as checkpoints
 from common.options import Options, as_imagefolder
 from common.sampler import ElasticSampler
 
