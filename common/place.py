@@ -45,18 +45,18 @@ class Place(NamedTuple):
 
     @property
     def can_meet(self) -> bool:
-        """Whether the variables that ranks need to meet are there, and fit each other."""
+        """Return whether the variables that ranks need to meet are there, and fit each other."""
         in_range = 0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size <= self.size
         return in_range and (self.size == 1 or self.address != "" and self.port != NO_NUMBER)
 
     @property
     def speaks(self) -> bool:
-        """Whether this process prints what concerns its machine."""
+        """Return whether this process prints what concerns its machine."""
         return self.local_rank == 0 or not self.can_meet
 
 
 def here() -> Place:
-    """This process's place, as the environment has it."""
+    """Return this process's place, as the environment has it."""
     environ = os.environ
     size = _number("WORLD_SIZE", 1)
     rank = _number("RANK", 0 if size == 1 else NO_NUMBER)
@@ -89,13 +89,13 @@ def _number(name, default):
 
 
 def tasks_beside() -> str:
-    """The variable that tells of siblings which this process does not know of; empty if none does."""
+    """Return the variable that tells of siblings which this process does not know of; empty if none does."""
     named = [f"{name}={os.environ[name]}" for name in TASKS if _number(name, 1) > 1]
     return "" if "WORLD_SIZE" in os.environ else " ".join(named[:1])
 
 
 def meeting_variables() -> str:
-    """What the environment has of them, for an error."""
+    """Return what the environment has of them, for an error."""
     return ", ".join(
         f"{name}={os.environ[name]!r}" if name in os.environ else f"{name} is not set" for name in MEETING
     )
@@ -140,7 +140,7 @@ def _this_boot():
 
 
 def this_process() -> dict[str, Any]:
-    """What a lock's file tells of its holder. Its job is the same in all lives of that job."""
+    """Return what a lock's file tells of its holder. Its job is the same in all lives of that job."""
     place = here()
     host = socket.gethostname()
     process = _named(os.getpid())
@@ -163,17 +163,17 @@ def this_process() -> dict[str, Any]:
 
 
 def _named(pid):
-    """A pid and its start in ticks since boot: a pid may be used again. One that has ended has no start."""
+    """Return a pid and its start in ticks since boot, as it may be used again; None once it has ended."""
     return [pid, start_of(pid)]  # as JSON gives it back
 
 
 def start_of(pid: int) -> int | None:
-    """When a process of this machine has begun, in ticks since boot; None if it does not live."""
+    """Return when a process of this machine began, in ticks since boot; None if it does not live."""
     return _state(pid)[0]
 
 
 def _state(pid):
-    """(start of a process that lives, in ticks since boot; exit status of a zombie), each else None."""
+    """Return (start of one that lives, in ticks since boot; exit status of a zombie), each else None."""
     try:
         state, *fields = Path(f"/proc/{int(pid)}/stat").read_bytes().rsplit(b")", 1)[1].split()
     except (OSError, ValueError):
@@ -184,14 +184,14 @@ def _state(pid):
 
 
 def has_ended(holder: Mapping[str, Any], name: str) -> bool:
-    """Whether the holder's "process", or its "agent", is known to have ended: only on the same machine."""
+    """Return whether the holder's "process", or its "agent", has ended: known only on the same machine."""
     if not holder.get("machine") or holder["machine"] != _this_boot():
         return False
     return _named(holder[name][0]) != holder[name]
 
 
 def how_killed(pid: int) -> str:
-    """How a process of this machine was killed; empty if it lives, or has ended by itself.
+    """Say how a process of this machine was killed; nothing if it lives, or has ended by itself.
 
     A zombie still has its exit code. A fork server reaps its processes at once; then launch/agent.py leaves a
     file with these words.
@@ -216,7 +216,7 @@ def began() -> float:
 
 
 def in_words(code: int) -> str:
-    """How a process has ended: with this code, or if it is negative, by that signal."""
+    """Say how a process has ended: with this code, or if it is negative, by that signal."""
     if code >= 0:
         return f"has left with code {code}"
     if -code in {*signal.Signals}:

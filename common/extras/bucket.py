@@ -50,7 +50,7 @@ class Bucket:
             self.jobs.put(gone)
 
     def end(self, *gone):
-        """The last copy of this process: waits for it, and says what became of it."""
+        """Wait for the last copy of this process, and say what became of it."""
         say(f"copying the newest checkpoint to {self.url}")
         self.follow(*gone)
         deadline = time.monotonic() + END_SECONDS
@@ -111,12 +111,12 @@ class Bucket:
 
     # ---- what is there ----
     def _names(self, file=MANIFEST):
-        """The checkpoints that have such a file, newest first."""
+        """List the checkpoints that have such a file, newest first."""
         paths = self.files.find(f"{self.root}/checkpoints")
         return newest_first([path.split("/")[-2] for path in paths if path.endswith(file)])
 
     def _newest(self, names):
-        """The manifest of the first one; UserError if it is another run's."""
+        """Return the manifest of the first one; UserError if it is another run's."""
         for name in names[:1]:
             seen = self._get(f"{self.root}/checkpoints/{name}/{MANIFEST}", self.writer.staging)
             with suppress(Damaged):
@@ -161,7 +161,7 @@ class Bucket:
             )
 
     def _fetch(self, name):
-        """Whether this checkpoint is whole, and now on the disk, too."""
+        """Return whether this checkpoint is whole, and now on the disk, too."""
         aside = self.writer.staging / name
         aside.mkdir(0o700)
         for path in self.files.find(f"{self.root}/checkpoints/{name}"):
@@ -183,5 +183,5 @@ class Bucket:
 
 
 def step_of(name):
-    """The step in the name of a checkpoint, step-N or step-N.k."""
+    """Return the step in the name of a checkpoint, step-N or step-N.k."""
     return int(name[5:].partition(".")[0])

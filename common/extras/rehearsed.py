@@ -16,7 +16,7 @@ def rehearsal_key(opts):
 
 
 def note_rehearsal(key):
-    """From now on nothing is said of a run with this key."""
+    """Say nothing more of a run with this key from now on."""
     with suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
         (_folder() / key).touch()

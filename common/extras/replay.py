@@ -88,7 +88,7 @@ def _first_difference(run, again):
 
 
 def _kept_by(run):
-    """{step: checkpoint}, of one step that with the latest facts."""
+    """Return {step: checkpoint}, of one step that with the latest facts."""
     return dict(reversed(checkpoints(run)))
 
 

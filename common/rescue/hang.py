@@ -42,7 +42,7 @@ class Hang:
             self._stand_still()
 
     def hear(self, message):
-        """Another rank moves, or stands still."""
+        """Hear that another rank moves, or stands still."""
         if message == MOVED:
             self.still = 0.0
             if self.world.rank == 0:
@@ -58,7 +58,7 @@ class Hang:
             self.tell(MOVED)
 
     def _stand_still(self):
-        """This rank prints where it is; then it waits for the others, or for rank 0's end."""
+        """Print where this rank is; then wait for the others, or for rank 0's end."""
         if self.found.is_set():
             return
         rank = self.world.rank
@@ -69,7 +69,7 @@ class Hang:
         self.found.sound(PLACES_SECONDS if rank == 0 else 2 * PLACES_SECONDS)
 
     def report(self):
-        """Which ranks are silent; rank 0 alone has heard of all."""
+        """Say which ranks are silent; rank 0 alone has heard of all."""
         text = f"no progress for {self.limit:.0f} s at step {self.state.progress.step}"
         silent = {*range(self.world.size)} - self.stand
         if silent and self.world.rank == 0:

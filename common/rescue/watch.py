@@ -75,7 +75,7 @@ class Watch:
 
     @property
     def deadline(self):
-        """The earliest one of the three alarms."""
+        """Return the earliest one of the three alarms."""
         return min(self.signalled.deadline, self.lifelines.lost.deadline, self.hang.found.deadline)
 
     def _hear_signal(self, pipe):

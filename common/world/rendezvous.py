@@ -18,7 +18,7 @@ SILENT_SECONDS = 20  # then a machine without power, or behind a cut cable, has 
 
 
 def fresh_store(rank, size):
-    """A key-value store that belongs to this life only.
+    """Open a key-value store that belongs to this life only.
 
     torchrun keeps ONE store for all restarts and gives it to every life without a prefix. So a new life can
     read the addresses of the dead one: connection refused, or a hang. Here rank 0 opens a store of its own.
@@ -40,7 +40,7 @@ def fresh_store(rank, size):
 
 
 def _store_of_this_process(place, rank):
-    """At the address that was given; a script's second loop (k folds, say) has another port, told over it."""
+    """Open it at the given address; a script's second loop (k folds, say) has another port, told over it."""
     first = _first_store(place.address, place.port, rank)
     number = first.add(f"loops/{rank}", 1)  # as many on every rank
     if number == 1:
@@ -104,14 +104,14 @@ def _open_store(host, port):
 
 
 def _listen(host, port):
-    """A socket on this address alone: TCPStore by itself listens on every interface, without a password."""
+    """Listen on this address alone: TCPStore by itself does on every interface, without a password."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
     return socket.create_server(address[:2], family=family, backlog=1024)
 
 
 def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]:
-    """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process.
+    """Connect rank 0 to all, or this rank to rank 0: the kernel ends a connection with either process.
 
     It also ends them when the other machine is silent. A stopped process is not: its kernel answers.
     """
@@ -135,7 +135,7 @@ def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]
 
 
 def _knows(line, nonce):
-    """Whether these are the first words of a new connection."""
+    """Return whether these are the first words of a new connection."""
     line.settimeout(ANSWER.total_seconds())
     with suppress(OSError):
         if line.recv(len(nonce)) == nonce.encode():
@@ -145,7 +145,7 @@ def _knows(line, nonce):
 
 
 def _felt(line):
-    """Keepalive: the kernel ends a connection whose other side is silent."""
+    """Set keepalive: the kernel ends a connection whose other side is silent."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         line.setsockopt(socket.IPPROTO_TCP, option, SILENT_SECONDS // 4)

@@ -71,7 +71,7 @@ class World:
         return tensor
 
     def set_patience(self, patience: timedelta) -> None:
-        """How long a collective waits for the other ranks from now on."""
+        """Set how long a collective waits for the other ranks from now on."""
         if self.size > 1:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             set_timeout(patience, None)
@@ -82,7 +82,7 @@ class World:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """A UserError of one rank in this block is raised on all, which wait for each other at its end."""
+        """Raise a UserError of one rank in this block on all, which wait for each other at its end."""
         error = None
         try:
             yield
@@ -95,7 +95,7 @@ class World:
 
 # ---- what the ranks of one life tell each other, never as pickles ---------------------------------
 def gather(world: World, value: object) -> list:
-    """What every rank says, in rank order; anything that JSON knows. Call on every rank."""
+    """Return what every rank says, in rank order; anything that JSON knows. Call on every rank."""
     text = json.dumps(value).encode()
     sizes = torch.zeros(world.size, dtype=torch.int64)
     sizes[world.rank] = len(text)
@@ -110,7 +110,7 @@ def gather(world: World, value: object) -> list:
 def same_everywhere(
     world: World, facts: dict[str, str | int], of_the_run: dict[str, str] | None = None
 ) -> None:
-    """UserError, naming two ranks and their values, if {name: value} differs between ranks.
+    """Raise a UserError that names two ranks and their values, if {name: value} differs between ranks.
 
     `of_the_run` are those that the run had before: a rank that still has them may try again, without the odd
     one.
@@ -131,7 +131,7 @@ def same_everywhere(
 
 
 def fingerprint_of(tensors: Iterable[Tensor]) -> int:
-    """A cheap number that depends on each bit of some tensors and on its place; equal on every device."""
+    """Return a cheap number that depends on each bit of some tensors and its place; equal on every device."""
     sums = [0]
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -145,7 +145,7 @@ def fingerprint_of(tensors: Iterable[Tensor]) -> int:
 
 
 def mixed(words: Tensor, first: int) -> Tensor:
-    """64-bit words, each scrambled one to one with its place; `first` is that of the first one.
+    """Scramble 64-bit words, each one to one with its place; `first` is that of the first one.
 
     Without it rows in another order, or two signs that flip, would leave the sum as it is.
     """
@@ -158,7 +158,7 @@ def mixed(words: Tensor, first: int) -> Tensor:
 
 # ---- how a process joins the world of this life, and how it leaves it -----------------------------
 def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
-    """The world that torchrun or a person describes in the environment; call once, on every rank.
+    """Join the world that torchrun or a person describes in the environment; call once, on every rank.
 
     `placed`: the devices of a net that lies on several of them already.
     """
@@ -182,12 +182,12 @@ def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
 
 
 def has_peers() -> bool:
-    """Whether this process may wait for another one."""
+    """Return whether this process may wait for another one."""
     return dist.is_initialized()
 
 
 def leave(world: World) -> None:
-    """The clean end: all is saved, all ranks have met, and no error is a failure.
+    """End cleanly: all is saved, all ranks have met, and no error is a failure.
 
     Rank 0 leaves last: its end would be a death for a rank that still asks its store.
     """
@@ -221,7 +221,7 @@ def keep_memory():
 
 
 def visible_devices(opts, place, placed=()):
-    """Where a process may train: the devices of a placed net, those that are named, or all GPUs it sees."""
+    """Return where a process may train: the devices of a placed net, those named, or all GPUs it sees."""
     seen = gpus() if opts.device != "cpu" else ()
     kinds = {"auto", "cpu", *(gpu.type for gpu in seen)}
     if opts.device not in kinds:
@@ -238,7 +238,7 @@ def visible_devices(opts, place, placed=()):
 
 
 def own_share(seen, opts, place, store):
-    """The GPUs of this process: those that it sees, less the shares of ranks that see the same ones.
+    """Return the GPUs of this process: those that it sees, less the shares of ranks that see the same ones.
 
     Equal names may be different GPUs (Slurm's --gpus-per-task), so the ranks of a machine compare uuids.
     """
@@ -329,5 +329,5 @@ def pin(opts: Options) -> None:
 
 
 def bit_facts(opts: Options, device: torch.device) -> dict[str, str | int]:
-    """What options.json holds of this machine: nothing unless bits are promised (--virtual-ranks)."""
+    """Return what options.json holds of this machine: nothing unless bits are promised (--virtual-ranks)."""
     return extra("bit_facts")(device) if opts.virtual_ranks else {}
