@@ -29,7 +29,7 @@ class Parting:
         self._compare()
 
     def passed(self):
-        """Count: all ranks have ended the epoch, or left the loop; the faster may leave the next one already."""
+        """Count that all ranks have ended the epoch, or left the loop; the faster may leave the next one."""
         self.place = (self.place[0] + 1, 0)
 
     def meet(self):
