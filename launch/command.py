@@ -10,6 +10,10 @@ NPROC = "(--nproc(?:[-_]per[-_]node)?[=\0])[0-9]+"  # in a command whose words a
 
 def run_tool(tool: Callable, doc: str, arguments: list[str], **options: tuple) -> int:
     """The exit code of tool(args): `args.command`, and `options`, {name: (default, help)}."""
+    return run_command(lambda: tool(read_command(doc, arguments, **options)))
+
+
+def read_command(doc, arguments, **options):
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (default, text) in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
@@ -17,4 +21,4 @@ def run_tool(tool: Callable, doc: str, arguments: list[str], **options: tuple) -
     args = parser.parse_args(arguments)
     if not args.command:
         parser.error("which command?")
-    return run_command(lambda: tool(args))
+    return args

@@ -17,7 +17,7 @@ import paced
 
 def rare():
     train, test = paced.files()
-    train = weighted(train, 1.0 + (train.y == 2).double())
+    train = weighted(train, 1.0 + (train.tensors[1] == 2).double())
     train.classes = test.classes
     return train, test
 """
