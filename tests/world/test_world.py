@@ -282,3 +282,24 @@ def test_gpus_that_a_person_names_and_that_are_not_there_are_told(monkeypatch, c
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
         assert visible_devices(Options(), here()) == (torch.device("cpu"),)
         assert ("CUDA_VISIBLE_DEVICES is 0,2" in capsys.readouterr().err) == bool(named)
+
+
+def sockets_of_a_start(world, most_in_a_mesh):
+    def sockets():
+        return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
+
+    dist.destroy_process_group()
+    worlds.MOST_IN_A_MESH = most_in_a_mesh
+    before = sockets()
+    worlds._init_process_group(dist.PrefixStore("again", world.store), here(), (torch.device("cpu"),))
+    assert world.all_sum(torch.ones(1)).item() == world.size
+    made = sockets() - before
+    world.barrier()
+    return made
+
+
+@pytest.mark.parametrize("most_in_a_mesh, more", [(2, 0), (256, 4)])
+def test_in_a_large_world_gloo_connects_a_rank_with_those_that_it_talks_to_alone(most_in_a_mesh, more):
+    """All with all are 131,000 sockets on a machine of 16,384 ranks."""
+    few, many = (max(fork_ranks(size, sockets_of_a_start, most_in_a_mesh)) for size in (4, 8))
+    assert many - few == more
