@@ -23,7 +23,7 @@ from common.checkpoint import checkpoints, read_facts
 from common.errors import UserError, say
 from common.extras.chosen import describe
 from common.extras.command import parser_of, run_command
-from common.extras.lives import lives_of
+from common.extras.lives import lives_of, read
 from common.ledger import named
 from common.options import read_options
 from common.world import fingerprint_of
@@ -63,7 +63,7 @@ def _make_again(run, begin, end, folder, nproc, flags):
 
 
 def end_of(run, step):
-    """Return (digest, samples trained on) of a checkpoint, of which each byte is read.
+    """Return (digest, samples trained on, best evaluation) of a checkpoint, of which each byte is read.
 
     UserError if it is damaged.
     """
@@ -74,7 +74,7 @@ def end_of(run, step):
     _, facts = read_facts(step, folder)
     samples, _ = facts["order"]
     # not epoch and position: at the end of an epoch it may be counted, or not yet
-    return line.split()[-1], facts["epoch"] * samples + facts["position"]
+    return line.split()[-1], facts["epoch"] * samples + facts["position"], facts["best"]
 
 
 def _first_difference(run, again):
@@ -116,7 +116,7 @@ def _verify(args, flags):
         with tempfile.TemporaryDirectory() as scratch:
             again = Path(scratch, "run")
             result = _compare(run, begin, end, again, args.nproc, flags)
-        same += result == "same"
+        same += result.startswith("same")
         say(f"steps {begin} to {end}: {result}")
     say(f"{same} of {len(segments)} segments are the same")
     return int(same < len(segments))
@@ -124,13 +124,23 @@ def _verify(args, flags):
 
 def _compare(run, begin, end, again, nproc, flags):
     """Make a segment again, and say in words how its end compares."""
-    digest, position = end_of(run, end)
+    digest, position, best = end_of(run, end)
+    *_, best_before = end_of(run, begin) if begin else [{"step": 0}]
     _make_again(run, begin, end, again, nproc, flags)
-    new_digest, new_position = end_of(again, end)
+    new_digest, new_position, _ = end_of(again, end)
     if new_digest != digest:
         first = _first_difference(run, again)
         return "differs" + (f", from step {first} at the latest" if first else "")
-    return "same" if new_position == position else "differs in its position"
+    if new_position != position:
+        return "differs in its position"
+    if best == best_before:
+        return "same"
+    for row in read(again / "metrics.jsonl", "step"):
+        is_evaluation = {*best} & {*row} - {"loss", "step"}
+        if is_evaluation and row["step"] == best["step"]:
+            return "same" if {*best.values()} <= {*row.values()} else "differs in its best evaluation"
+    # a start has ended there, in mid-epoch
+    return f"same, but nothing proves its best evaluation, of step {best['step']}"
 
 
 def _chosen(args):

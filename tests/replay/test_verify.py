@@ -123,6 +123,9 @@ def test_other_counters_and_a_beginning_that_was_cut_off_are_found(jobs, tmp_pat
         ({}, "same"),
         ({"position": facts["position"] + 16}, "differs in its position"),
         ({"epoch": facts["epoch"] + 1}, "differs in its position"),
+        ({"best": facts["best"] | {"val_acc": 1.5}}, "differs in its best evaluation"),
+        # as if a start had ended there
+        ({"best": facts["best"] | {"step": 11}}, "same, but nothing proves its best evaluation, of step 11"),
     ):
         sealed_facts(end, **facts | changes)
         code, output = verify(run, "--from", 8, "--to", 12)
