@@ -12,7 +12,7 @@ Floating-point addition is not associative: only a fixed tree gives the same bit
 and the world are powers of two, each rank's slices are one subtree, so it sends one sum. No tree does that
 for all divisors: halves and thirds of six slices overlap, and subtrees of one tree never do.
 
-Every rank ends the tree for its part of each bucket, and sends the result to all. Messages only move data;
+Every rank ends the tree for its part of each bucket, and sends the result to all. Collectives only move data;
 additions follow the tree. The last slice sends a bucket as soon as backward has filled it.
 
     sums of rank 0   [a0 a1 a2]       `send`       rank 0 adds a0 b0 c0       `add`
@@ -22,7 +22,7 @@ additions follow the tree. The last slice sends a bucket as soon as backward has
 A missing term is -0.0, the one number whose addition never changes a bit (+0.0 would turn -0.0 into +0.0):
 for a parameter that a slice does not use, and for a slice of a short last batch without samples. So a sum
 that begins with -0.0 has no term: such a parameter gets no gradient, as in torch's own loops. What a backward
-leaves never begins so (`gradient_of`).
+leaves never begins so (`_ready`).
 """
 
 import functools
@@ -30,39 +30,49 @@ import itertools
 import math
 import threading
 from bisect import bisect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from common.data import Batch
 from common.device import is_gpu, mark, module_of, wait_by_polling
 from common.errors import UserError
 from common.extras.buffers import MeanOfBuffers
-from common.options import extra
+from common.options import Options, extra
 from common.sampler import hash_seed, share
-from common.training import Gradient
+from common.training import Gradient, TrainState
+from common.world import World
 
+ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
 FIRST_BUCKET_BYTES = 1 << 20  # of gradients that are sent together: small, to leave early; as in DDP
 BUCKET_BYTES = 25 << 20  # of the other buckets
 
 
-def gradient_of_slices(net, opts, world):
+def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[..., "SliceGradient"]:
     """Return what makes the gradient of (batch, state, world, split) with --virtual-ranks."""
-    if is_gpu(world.device) and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
-        raise UserError(
-            "cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
-            "--virtual-ranks would have other bits each time\n"
-            "put nn.Dropout between RNNs of one layer"
-        )
+    refuse_dropout_of_cudnn(net, world.device)
     slices = Slices(net, world, opts.virtual_ranks)
     kind = extra("cross_check") if opts.cross_check and world.size > 1 else SliceGradient
     return functools.partial(kind, slices)
 
 
+def refuse_dropout_of_cudnn(net: nn.Module, device: torch.device) -> None:
+    """UserError for draws that no seed sets."""
+    if is_gpu(device) and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
+        raise UserError(
+            "cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
+            "--virtual-ranks would have other bits each time\n"
+            "put nn.Dropout between RNNs of one layer"
+        )
+
+
 class SliceGradient(Gradient):
     """A gradient whose pieces are slices. Each is computed as if it were alone, on whichever rank."""
 
-    def __init__(self, slices, batch, state, world, split):
+    def __init__(self, slices: "Slices", batch: Batch, state: TrainState, world: World, split: Any) -> None:
         super().__init__(None, batch, state, world, split, numbers=slices.own)
         self.slices = slices
 
@@ -72,17 +82,15 @@ class SliceGradient(Gradient):
         self.state.statistics.reset()
         self._seed()
 
-    def _backward(self, loss, totals):
+    def _backward(self, loss: Tensor, totals: Tensor) -> None:
         if self.is_first:
             self.slices.begin(self.state, totals, self.counts_samples)
         if self.ids:
             size = self.batch.size
-            self._take(len(self.ids) / size, totals, self.state.scaler.scale(loss / size))
+            tail = self.slices.measured(self.number, len(self.ids) / size, totals)
+            self.slices.backward(self.number, tail, self.state.scaler.scale(loss / size))
 
-    def _take(self, weight, totals, output):
-        self.slices.add(self.number, weight, totals, output)
-
-    def finish(self):
+    def finish(self) -> Tensor:
         """Average over the ranks; returns the totals of all on rank 0, as callers add those of the ranks."""
         totals = self.slices.finish()
         self._end_mean(totals[1], lambda total: total)
@@ -90,7 +98,7 @@ class SliceGradient(Gradient):
 
 
 class Slices:
-    """A net whose gradient is that sum. In each step: `begin`, `add` of slices with samples, `finish`.
+    """A net whose gradient is that sum. In each step: `begin`, `backward` of slices with samples, `finish`.
 
     A slice's totals and its changes of buffers are summed as the gradient of one more tensor, `tail`.
     """
@@ -101,8 +109,6 @@ class Slices:
         self.own = share(slices, world.rank, world.size)
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
         self.buckets = []
-        self.filling = []  # the buckets that the slice whose backward runs has not filled
-        self.waiting = None  # the weights to which that backward has not come; None while none runs
         self.turn = threading.Lock()
         for p in self.params:
             p.register_post_accumulate_grad_hook(self._ready)
@@ -112,65 +118,69 @@ class Slices:
         if not self.buckets:
             self.buffers = MeanOfBuffers(state.statistics)
             exact = not counts_samples or torch.float64 in self.buffers.kinds
-            kind = torch.float64 if exact else torch.float32
+            self.kind = torch.float64 if exact else torch.float32
             size = self.buffers.numel + len(totals)
-            self.tail = torch.empty(size, dtype=kind, device=totals.device)
-            runs = buckets_of([*self.params, self.tail])
-            self.buckets = [Bucket(members, self.world, self.count) for members in runs]
+            self.tail = torch.empty(size, dtype=self.kind, device=totals.device)
+            self.tensors = [*self.params, self.tail]
+            self.buckets = [Bucket(members, self.world, self.count) for members in buckets_of(self.tensors)]
+            self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
         self.next = self.own.start
         state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
 
     # ---- this rank's slices -----------------------------------------------------------------------
-    def gradient(self, v, weight, totals, output):
-        """Return the gradient of slice v alone, after its forward."""
-        self._backward(v, weight, totals, output)
-        return [gradient_of(tensor) for bucket in self.buckets for tensor in bucket.members]
+    def measured(self, v, weight, totals):
+        """Return what slice v adds to the tail: call it after its forward."""
+        moves = self.buffers.moves(weight, v == self.count - 1, self.kind)
+        return torch.cat([moves.to(totals.device), totals.to(self.kind)])
 
-    def _backward(self, v, weight, totals, output):
-        moves = self.buffers.moves(weight, v == self.count - 1, self.tail.dtype)
-        self.tail.grad = torch.cat([moves.to(self.tail), totals.to(self.tail)])
-        if output.requires_grad:
-            output.backward()
-
-    def add(self, v, *how):
-        """Add slice v; slices that are left out have no samples."""
+    def backward(self, v, tail, output):
+        """Run the backward of slice v; slices that are left out have no samples."""
         self._skip_to(v)
-        self.filling = [*self.buckets]
-        self.waiting = {*self.params}
-        self._backward(v, *how)
-        self._end_slice()
+        self._sum(tail, output)
 
     def _skip_to(self, v):
         """Give slices without samples, up to v, their places in the sum."""
         while self.next < v:
-            self.filling = [*self.buckets]
-            self._end_slice()
+            self._sum()
 
-    def _end_slice(self):
-        self.waiting = set()  # what is left is not used by this slice
+    def _sum(self, tail=None, output=None):
+        """Add the next slice, in the order of the tree: from its backward to its place in the sum."""
+        self.carries = carries(self.next, self.own.start)
+        if not self.carries:  # otherwise autograd adds to the gradients of the slice before
+            for tensor in self.tensors:
+                tensor.grad = None
+        for bucket in self.buckets:
+            bucket.waiting = {tensor for tensor in bucket.members if tensor.requires_grad}
+        self.filling = [*self.buckets]
+        if output is not None:
+            self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
+            if output.requires_grad:
+                output.backward()
+        for bucket in self.filling:  # with what this slice does not use
+            bucket.waiting.clear()
         self._collect()
-        self.waiting = None
         self.next += 1
 
     def _ready(self, p):
         """Send, as autograd's hook in the last slice's backward, the buckets that it has filled."""
         with self.turn:  # autograd has a thread a device
-            if self.waiting is None:  # the backward of one who votes
-                return
-            if p not in self.waiting:
+            waiting = self.bucket_of[p].waiting
+            if p not in waiting:
                 raise UserError(
                     "a weight got its gradient in two parts: --virtual-ranks would send the first alone\n"
                     "leave the backward to the script, and give torch.utils.checkpoint use_reentrant=False"
                 )
-            self.waiting.remove(p)
+            waiting.remove(p)
+            first = p.grad.detach().as_strided((1,), (1,), p.grad.storage_offset())
+            first += 0.0  # -0.0, as of loss - 0 * w, becomes 0.0: it is used
             self._collect()
 
     @torch.no_grad()
     def _collect(self):
-        """Add up filled buckets, in one order on every rank."""
-        while self.filling and self.waiting.isdisjoint(self.filling[0].members):
+        """Take filled buckets, in one order on every rank."""
+        while self.filling and not self.filling[0].waiting:
             bucket = self.filling.pop(0)
-            bucket.collect(carries(self.next, self.own.start))
+            bucket.collect(self.carries)
             if self.next == self.own[-1]:
                 bucket.send()
 
@@ -182,91 +192,99 @@ class Slices:
         for bucket in self.buckets:
             bucket.add()
         for bucket in self.buckets:
-            bucket.finish()
-        total = gradient_of(self.tail)
-        self.buffers.apply(total[: self.buffers.numel])
-        return total[self.buffers.numel :].double()
+            bucket.wait()
+            firsts = bucket.flat[0].view(-1)[bucket.starts].tolist()
+            for tensor, total, first in zip(bucket.members, bucket.views[0], firsts, strict=True):
+                unused = tensor.requires_grad and is_missing(first)  # the tail is always there
+                tensor.grad = None if unused else total
+        self.buffers.apply(self.tail.grad[: self.buffers.numel])
+        return self.tail.grad[self.buffers.numel :].double()
 
 
 class Bucket:
-    """Tensors of one type, on one device, whose gradients are exchanged together.
-
-    Each rank ends the tree for its part of all their numbers.
-    """
+    """Tensors whose gradients are exchanged together; each replica ends the tree for its part of them."""
 
     def __init__(self, members, world, slices):
         self.members = members
         self.world = world
+        self.waiting = set()  # members without the gradient of the slice whose backward runs
         self.rows = []  # gradients of the subtrees that wait for their other halves
+        self.works = []  # collectives under way
         self.rows_of, self.order = tree_of(slices, world.size)
-        self.sizes = [tensor.numel() for tensor in members]
-        self.pad = members[0].detach().new_zeros(-sum(self.sizes) % world.size)
+        first = members[0].detach()
+        align = ALIGN_BYTES // first.element_size()
+        sizes = [-(-tensor.numel() // align) * align for tensor in members]
+        part = -(-sum(sizes) // (align * world.size)) * align
+        self.flat = first.new_zeros(self.rows_of[world.rank], world.size, part)  # the rows to send
+        self.starts = [*itertools.accumulate(sizes[:-1], initial=0)]
+        self.views = []  # parts of each row, as the members lie in memory: fused optimizers need that
+        for row in self.flat:
+            places = [row.storage_offset() + start for start in self.starts]
+            parts = zip(members, places, strict=True)
+            self.views.append([row.as_strided(t.shape, t.stride(), place) for t, place in parts])
+        self.taken = first.new_empty(sum(self.rows_of), part)
+        self.received = list(self.taken.split(self.rows_of))
+        self.has_collectives = is_gpu(first.device) and world.size > 1
 
     def collect(self, carries):
-        """Add the subtrees that a slice completes."""
-        row = [gradient_of(tensor) for tensor in self.members]
-        for _ in range(carries):
-            left = self.rows.pop()
-            torch._foreach_add_(left, row)
-            row = left
-        self.rows.append(row)
+        """Add the subtrees that a slice completes; autograd has made the first of these additions."""
+        if carries:
+            self.rows.pop()
+        self.rows.append([gradient_of(tensor) for tensor in self.members])
+        for _ in range(carries - 1):
+            right = self.rows.pop()
+            torch._foreach_add_(self.rows[-1], right)
 
     def send(self):
-        """Begin to send every rank its part of this rank's rows."""
-        flat = torch.cat([part.flatten() for row in self.rows for part in (*row, self.pad)])
-        parts = flat.view(len(self.rows), self.world.size, -1).transpose(0, 1).contiguous()
-        self.rows = []
-        rows = flat.new_empty(sum(self.rows_of), parts.shape[2])
-        sizes = [parts.shape[1]] * self.world.size
-        to_all = functools.partial(dist.all_to_all_single, rows, parts.flatten(0, 1), self.rows_of, sizes)
-        self._exchange(parts, rows.split(self.rows_of), to_all)
+        """Begin to send every replica its part of this rank's rows."""
+        for views, row in zip(self.views, self.rows, strict=True):
+            torch._foreach_copy_(views, row)
+        self.rows.clear()
+        parts = self.flat.transpose(0, 1).contiguous()  # a copy only if there are several rows
+        if self.has_collectives:
+            sizes = [len(self.flat)] * self.world.size
+            sent = dist.all_to_all_single(self.taken, parts.flatten(0, 1), self.rows_of, sizes, async_op=True)
+            self.works = [sent]
+        else:
+            self.received[self.world.rank] = parts[self.world.rank]
+            self._exchange(parts, self.received)
 
     def add(self):
         """End the tree for this rank's part, and begin to send it to all."""
-        sums = [*itertools.chain(*self._taken())]
-        for i, j in self.order:
-            sums[i] += sums[j]
-        total = sums[0].new_empty(self.world.size, len(sums[0]))
-        gather = functools.partial(dist.all_gather_into_tensor, total.view(-1), sums[0])
-        self._exchange([sums[0]] * self.world.size, total, gather)
+        self.wait()
+        rows = [*itertools.chain(*self.received)]
+        result = self.flat[0]
+        part = result[self.world.rank]
+        for i, j in self.order[:-1]:
+            rows[i] += rows[j]
+        if self.order:  # else one row is the sum
+            i, j = self.order[-1]
+            torch.add(rows[i], rows[j], out=part)
+        if self.has_collectives:  # NCCL's ring crosses a network once a machine
+            self.works = [dist.all_gather_into_tensor(result.view(-1), part, async_op=True)]
+        else:
+            self._exchange([part] * self.world.size, result)
 
-    def finish(self):
-        """Leave the sum in `.grad` of each member; None where no slice has used it."""
-        total = self._taken().flatten()
-        firsts = total[[*itertools.accumulate(self.sizes[:-1], initial=0)]].tolist()
-        parts = total[: sum(self.sizes)].split(self.sizes)
-        for tensor, part, first in zip(self.members, parts, firsts, strict=True):
-            unused = tensor.requires_grad and is_missing(first)  # the tail is always there
-            # as the weight lies in memory: fused optimizers need that
-            tensor.grad = None if unused else torch.empty_like(tensor).copy_(part.view(tensor.shape))
-
-    def _exchange(self, given, taken, collective):
-        """Begin to give each rank its part, and take theirs: gloo's collectives would copy all of it."""
-        own = self.world.rank
-        self.under_way = given, taken
-        if is_gpu(self.pad.device) and self.world.size > 1:  # NCCL's ring crosses a network once a machine
-            self.works = [collective(async_op=True)]
-            return
-        taken[own][:] = given[own]
+    def _exchange(self, given, taken):
+        """Begin to give each replica its part; as messages, for gloo's collectives copy all of it."""
         operations = [
-            dist.P2POp(act, part, peer=rank)
+            dist.P2POp(act, part, peer=q)
             for act, parts in ((dist.isend, given), (dist.irecv, taken))
-            for rank, part in enumerate(parts)
-            if rank != own
+            for q, part in enumerate(parts)
+            if q != self.world.rank
         ]
-        self.works = dist.batch_isend_irecv(operations) if operations else []
+        if operations:
+            self.works = dist.batch_isend_irecv(operations)
 
-    def _taken(self):
-        """Wait for what is under way, and return it."""
-        for work in self.works:
-            work.wait()
-            wait_by_polling(mark(self.pad.device))
-        return self.under_way[1]
+    def wait(self):
+        while self.works:
+            self.works.pop(0).wait()
+            wait_by_polling(mark(self.flat.device))
 
 
-def buckets_of(tensors):
+def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
     """Return runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
-    runs = []
+    runs: list[list[Tensor]] = []
     size = 0
     kind = None
     for tensor in tensors:
@@ -285,15 +303,11 @@ def is_missing(first):
     return not first and math.copysign(1.0, first.real) < 0
 
 
-def gradient_of(p):
-    """Take the gradient that a slice has left; -0.0 if it does not use the weight."""
-    gradient = p.grad
-    p.grad = None
-    if gradient is None:
-        return torch.full_like(p, -0.0)
-    first = gradient.as_strided((1,), (1,), gradient.storage_offset())
-    first += 0.0  # -0.0, as of loss - 0 * w, becomes 0.0: it is used
-    return gradient
+def gradient_of(tensor):
+    """Return the gradient that a slice, or two, have left; -0.0 where they do not use the tensor."""
+    if tensor.grad is None:
+        tensor.grad = torch.full_like(tensor, -0.0)
+    return tensor.grad
 
 
 def carries(v, start):
@@ -333,7 +347,7 @@ def tree_of(slices, ranks):
 
 
 # ---- what decides the bits besides the options: recorded, compared at every start -----------------------
-def facts(device):
+def facts(device: torch.device) -> dict[str, str | int]:
     """Return {what it is: value} for options.json."""
     processor = torch.backends.cpu.get_cpu_capability()
     if is_gpu(device):

@@ -354,6 +354,7 @@ class Adversarial(Program):
 
 class AdversarialSlices(Adversarial):
     flags = SLICES
+    refused = "backward|in two parts"
 
 
 class RareExpert(Program):

@@ -10,7 +10,9 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stores
@@ -250,28 +252,24 @@ def test_a_step_on_gpus_sends_no_message_and_has_the_bits_of_one_that_does(monke
 
 def test_buckets_are_sent_in_one_order_whichever_thread_of_autograd_fills_them():
     """With a net over several devices autograd has a thread a device: in another order sums are swapped."""
-    order = []
-
-    class Noted:
-        def __init__(self, name, weight):
-            self.name = name
-            self.members = [weight]
-
-        def collect(self, carries):
-            if self.name == "A":  # while it is added up, the other device is ready
-                other.start()
-                other.join(0.2)
-
-        def send(self):
-            order.append(self.name)
-
     net = torch.nn.Linear(2, 2)
     net(torch.ones(1, 2)).sum().backward()
     slices = Slices(net, ALONE, 1)
-    buckets = [Noted("A", net.weight), Noted("B", net.bias)]
-    slices.filling = [*buckets]
-    slices.waiting = {net.weight, net.bias}
-    slices.next = 0
+    order = []
+
+    def the_other_device_is_ready(carries):
+        other.start()
+        other.join(0.2)
+
+    def bucket(name, weight, collect):
+        send = partial(order.append, name)
+        return SimpleNamespace(members=[weight], waiting={weight}, collect=collect, send=send)
+
+    first = bucket("A", net.weight, the_other_device_is_ready)
+    second = bucket("B", net.bias, lambda carries: None)
+    slices.bucket_of = {net.weight: first, net.bias: second}
+    slices.filling = [first, second]
+    slices.carries = slices.next = 0
     other = threading.Thread(target=slices._ready, args=(net.bias,))
     slices._ready(net.weight)
     other.join()

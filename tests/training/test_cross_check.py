@@ -1,6 +1,7 @@
 """--cross-check: a rank whose device computes wrong numbers is found by the votes of all, and named."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from ranks import fork_ranks
 from test_bitwise import CNN, life, options, run
 
 import train_ddp
-from common.extras.votes import VotedGradient
+from common.extras.votes import VotedGradient, checked
+from common.sampler import share
 
 HOST = socket.gethostname()
 EVERY = {"cross_check": 2, "epochs": 3, "save_every": 1, "keep": 20}
@@ -26,7 +28,7 @@ def broken(world, opts, rank, first, last, again):
 
     def of_one_more(self):
         for samples in pieces(self):
-            again_now = bool(self.bits)  # the slice is computed once more
+            again_now = bool(self.votes)  # the slice that is computed once more
             at_fault = first <= self.state.progress.step + 1 <= last
             wrong[:] = [True] * (at_fault and (again or not again_now))
             yield samples
@@ -66,3 +68,9 @@ def test_a_device_that_computes_wrong_numbers_is_named_and_the_run_goes_back(
         return
     ended = run(tmp_path / "run", ranks, CNN | EVERY)  # on sound devices
     assert ended == run(tmp_path / "whole", 1, CNN | {"epochs": 3})
+
+
+def test_the_slices_that_are_compared_are_those_of_every_rank():
+    opts = SimpleNamespace(seed=3, virtual_ranks=7, cross_check=10)
+    slices = {checked(opts, step, 3) for step in range(9, 2000, 10)}
+    assert all(slices & set(share(7, rank, 3)) for rank in range(3))

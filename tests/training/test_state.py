@@ -160,7 +160,7 @@ def test_what_comes_from_a_peer_is_asked_for_before_anything_is_launched_behind_
     said = []
     monkeypatch.setattr("common.extras.bits.mark", lambda device: "the event")
     monkeypatch.setattr("common.extras.bits.wait_by_polling", said.append)
-    Bucket._taken(Mock(works=[Mock(wait=lambda: said.append("NCCL"))], under_way=("given", "taken")))
+    Bucket.wait(Mock(works=[Mock(wait=lambda: said.append("NCCL"))]))
     assert said == ["NCCL", "the event"]
 
 
