@@ -46,16 +46,16 @@ def sketch_of(tensor: torch.Tensor) -> Sketch:
 
 
 @functools.cache
-def signs(count: int) -> torch.Tensor:
+def signs(count):
     """As many random signs, the same ones each time; not by torch, whose draws may be silenced."""
     return torch.from_numpy(np.random.default_rng(count).integers(0, 2, count, dtype=np.int8) * 2 - 1)
 
 
-def largest(numbers: torch.Tensor) -> float:
+def largest(numbers):
     return numbers.abs().nan_to_num().max().item()
 
 
-def apart(one: Sketch, other: Sketch) -> float:
+def apart(one, other):
     return largest(one.numbers - other.numbers)
 
 
@@ -77,7 +77,7 @@ def parted(one: dict, other: dict, rounded: dict | None = None) -> Gap | None:
     return Gap(last + 1, "the whole step is missing") if last < later and not rounded else None
 
 
-def grown(sketches: dict, rounded: dict) -> float:
+def grown(sketches, rounded):
     """How far rounding leads in the middle tensor, as a part of it: there may be chaos."""
     led = [
         apart(sketch, rounded.get(name, sketch)) / (sketch.size or 1.0) for name, sketch in sketches.items()
