@@ -80,7 +80,7 @@ def test_a_program_that_is_shown_has_the_flags():
         base = ROOT / name.removesuffix(".py").replace(".", "/")
         path = base / "__main__.py" if base.is_dir() else base.with_suffix(".py")
         text = path.read_text()
-        behind = re.search(r"from common\.extras\.(\w+) import main", text)
+        behind = re.search(r"see extras/(\w+)\.py", text)
         if behind:
             text = (ROOT / f"common/extras/{behind[1]}.py").read_text()
         for flag in re.findall(r"--(\w+)", words):
