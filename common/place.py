@@ -122,10 +122,10 @@ def die_with_the_parent() -> None:
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     parent = os.getppid()  # if it died before this line: init or a user's systemd
-    with suppress(OSError):
-        command = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0]
-        adopted_by_init = parent == 1 and b"python" not in command  # as in a container an agent is
-        if adopted_by_init or b"systemd" in command:
+    with suppress(OSError):  # in a container the agent itself can be process 1
+        name = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0].rpartition(b"/")[2]
+        adopted_by_init = parent == 1 and not name.startswith((b"python", b"torchrun"))
+        if adopted_by_init or name.startswith(b"systemd"):
             os._exit(1)
 
 

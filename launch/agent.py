@@ -346,8 +346,10 @@ def replace_names():
     dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator._local_id = random.getrandbits(30)
     # The agent's is asked for with each process: where the name server is away, it takes 5 seconds each time.
     socket.getfqdn = functools.cache(socket.getfqdn)
-    dynamic_rendezvous._BackendRendezvousStateHolder = functools.partial(
-        dynamic_rendezvous._BackendRendezvousStateHolder, cache_duration=LOOK_SECONDS
+    # A thousand agents that look so often would flood the store, three do not.
+    holder = dynamic_rendezvous._BackendRendezvousStateHolder
+    dynamic_rendezvous._BackendRendezvousStateHolder = lambda backend, settings: holder(
+        backend, settings, cache_duration=max(LOOK_SECONDS, min(1.0, settings.max_nodes / 50))
     )
     dynamic_rendezvous._delay = lambda seconds: time.sleep(random.uniform(0.5, 1.5) * LOOK_SECONDS)
     # For a record that nobody keeps, each look would inspect the whole stack twice: a third of a core.

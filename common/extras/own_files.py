@@ -96,7 +96,7 @@ def is_marked(value):
     return own_key() != b"" and marked(rest) == value
 
 
-def inherited(given, script):
+def inherited_flags(given, script):
     """Add to the given flags those of this run's own earlier lives, or of the run that it leaves."""
     if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():
         raise UserError(

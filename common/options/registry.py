@@ -53,7 +53,7 @@ EXTRAS: dict[str, str] = {
     "own_optimizer": "common.extras.own_data:own_optimizer",
     "no_decay_1d": "common.extras.own_data:groups_without_decay",
     "init_from": "common.extras.weights:load_weights",
-    "fork": "common.extras.own_files:inherited",
+    "fork": "common.extras.own_files:inherited_flags",
     "another_run": "common.extras.weights:load_another_run",  # with fork or resume
     "freeze": "common.extras.weights:freeze",  # also parts that a net of a user's own has frozen
     "exports": "common.extras.exports:main",  # python -m common.checkpoint

@@ -24,7 +24,7 @@ class Parting:
         self.left = {}  # {rank: the place at which it has left}
 
     def go_on(self):
-        """This rank begins a step, or ends an epoch; UserError if another has left before that."""
+        """Note that this rank begins a step, or ends an epoch; UserError if another has left before that."""
         self.place = (self.place[0], self.state.progress.step + 1)
         self._compare()
 
@@ -46,7 +46,7 @@ class Parting:
         self.passed()
 
     def hear(self, message):
-        """Whether this message of another rank is one of these; UserError if this one has gone on."""
+        """Return whether this message of another rank is one of these; UserError if this one has gone on."""
         word, *numbers = message.split()
         if word != "left":
             return False

@@ -47,7 +47,7 @@ class Snapshot:
         for module in net.modules():
             if own(module, "train") or own(module, "eval"):
                 weights = [*weights, *module.parameters()]
-        self.weights = {p: p.detach().clone() for p in weights}
+        self.weights = {p: p.detach().clone() for p in dict.fromkeys(weights)}
         self.buffers = [
             (module._buffers, name, buffer.clone())
             for module in net.modules()

@@ -16,7 +16,7 @@ from stores import two_checkpoints
 
 from common.errors import blamed
 from common.extras.own_files import call_user, load_file
-from common.extras.rules import CLASHES
+from common.extras.rules import CLASHES, torchvision_models
 from common.options import Options, flag_of, parse_options
 from common.options.parser import FIRST_RUN, begin_life
 from common.options.registry import DATASETS
@@ -56,7 +56,6 @@ def refused(capsys, *argv, **how):
         ("--amp bf8", "choose from"),
         ("--lr-schedule cosin", "did you mean cosine?"),
         ("--model resnet8", "did you mean resnet18?"),
-        ("--model vit", "did you mean maxvit_t"),
         ("--model gtp:tiny", "'gtp:tiny' is unknown"),
         ("--dataset gone.py:f", "there is no file 'gone.py'"),
         ("--task own.py", "there is no function\n       write path/to/file.py:function"),
@@ -111,6 +110,11 @@ def test_no_rule_is_about_a_flag_with_which_a_start_skips_the_rules():
     ruled = {flag.partition("=")[0] for flag, _, _ in CLASHES}
     ruled |= {flag_of(flag) for _, flags in DATASETS.values() for flag in flags}
     assert not ruled & {flag_of(name) for name in FIRST_RUN}
+
+
+def test_torchvisions_names_are_found_without_its_import():
+    models = pytest.importorskip("torchvision").models
+    assert {*torchvision_models()} == {*models.list_models(module=models)}
 
 
 # ---- what was left open ---------------------------------------------------------------------------

@@ -32,17 +32,17 @@ MOST_NAMES = 20  # that one door hands out
 COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
-    "training": 8070,
+    "training": 8080,
     "checkpoint": 6950,
     "options": 4220,
     "store": 4040,
     "rescue": 3450,
     "world": 3010,
     "ledger": 2990,
-    "elastic": 2920,
+    "elastic": 2930,
     "data": 2360,
     "errors": 1270,
-    "place": 1150,
+    "place": 1160,
     "sampler": 1120,
     "story": 850,
     "models": 610,
