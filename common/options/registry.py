@@ -82,6 +82,8 @@ EXTRAS: dict[str, str] = {
     "gather": "common.extras.all_ranks:rows",
     "relay": "common.extras.relay:relay",  # to ranks that cannot read a checkpoint
     "pinned": "common.extras.devices:pinned",  # on one GPU
+    "own_share": "common.extras.gpus:own_share",  # of the GPUs that a process sees
+    "nccl": "common.extras.gpus:nccl",
     "reports": "common.extras.all_ranks:warn_of_other_reports",
     "turns": "common.extras.turns:Turns",
     "devices": "common.extras.devices:named_devices",  # also of a net that is placed

@@ -169,7 +169,7 @@ def join(opts: Options, placed: Sequence[torch.device] = ()) -> World:
     if store and not place.local_size_is_set:
         extra("machines")(store, place.rank, place.size)
     if is_gpu(devices[0]) and not (opts.devices or placed):
-        devices = own_share(devices, opts, place, store)
+        devices = extra("own_share")(devices, opts, place, store)
     pin(opts)
     world = World(place.rank, place.size, place.local_rank, place.local_size, devices, uuid.uuid4().hex[:12])
     world.use_device()
@@ -237,35 +237,6 @@ def visible_devices(opts, place, placed=()):
     return seen or (torch.device("cpu"),) * (2 if opts.script == "mp" else 1)
 
 
-def own_share(seen, opts, place, store):
-    """Return the GPUs of this process: those that it sees, less the shares of ranks that see the same ones.
-
-    Equal names may be different GPUs (Slurm's --gpus-per-task), so the ranks of a machine compare uuids.
-    """
-    sharers = [place.rank]
-    if store:
-        uuids = str([uuid_of(gpu) for gpu in seen])
-        store.set(f"sees/{place.rank}", uuids)
-        first = place.rank - place.local_rank
-        machine = range(first, first + place.local_size)
-        lists = store.multi_get([f"sees/{rank}" for rank in machine])
-        sharers = [rank for rank, others in zip(machine, lists, strict=True) if others.decode() == uuids]
-    each = len(seen) // len(sharers)
-    if not each:
-        raise UserError(
-            f"{len(sharers)} processes on this machine but {len(seen)} GPUs are visible\n"
-            f"start at most {len(seen)} (--nproc_per_node={len(seen)}), or use --device cpu"
-        )
-    if opts.script == "ddp":
-        each = 1
-    first = sharers.index(place.rank) * each
-    return seen[first : first + each]
-
-
-def uuid_of(gpu):
-    return str(module_of(gpu).get_device_properties(gpu).uuid)
-
-
 def _init_process_group(store, place, devices):
     device = devices[0]
     if place.size == place.local_size:  # no network for the gradients of one machine
@@ -279,24 +250,7 @@ def _init_process_group(store, place, devices):
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo"
     if is_gpu(device):
-        ranks = max(store.add(f"gpu/{uuid_of(gpu)}", 1) for gpu in devices if is_gpu(gpu))
-        if ranks > 1 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
-            raise UserError(
-                f"rank {place.rank}: another rank has this GPU (CUDA_VISIBLE_DEVICES: {place.gpus})\n"
-                "start as many processes as GPUs are visible, or use --device cpu"
-            )
-        # control traffic never touches the device stream
-        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-        for name in (
-            # torchrun exports 1: then a collective stuck on a dead peer "succeeds", and a queued optimizer
-            # step uses garbage
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-            # torch's watchdogs would end this process after an error of CUDA or NCCL, saved or not
-            "TORCH_NCCL_RETHROW_CUDA_ERRORS",
-            "TORCH_NCCL_ENABLE_MONITORING",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        ):
-            os.environ[name] = "0"
+        backend = extra("nccl")(store, place, devices)
     # its meeting has an end: NCCL's has none where a driver hangs
     faulthandler.dump_traceback_later(5 * MEETING.total_seconds(), exit=True, file=2)
     try:

@@ -29,17 +29,17 @@ TORCHLESS = ("common", "common.place", "common.errors", "common.options", "commo
 MOST_NAMES = 20  # that one door hands out
 
 # These alone say torch.distributed, and these alone read os.environ.
-COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits"}
-ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed"}
+COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits", "extras/gpus"}
+ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed", "extras/gpus"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
     "training": 8080,
     "checkpoint": 6950,
     "options": 4220,
     "store": 4040,
     "rescue": 3450,
-    "world": 3010,
     "ledger": 2990,
     "elastic": 2930,
+    "world": 2780,
     "data": 2360,
     "errors": 1270,
     "place": 1160,

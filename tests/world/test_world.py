@@ -15,14 +15,14 @@ from refusals import refusal
 
 from common import place
 from common.errors import UserError
-from common.extras import machines
+from common.extras import gpus, machines
 from common.options import Options
 from common.place import here
 from common.world import gather, join
 from common.world import rendezvous as meeting
 from common.world import world as worlds
 from common.world.rendezvous import fresh_store
-from common.world.world import own_share, same_everywhere, visible_devices
+from common.world.world import same_everywhere, visible_devices
 
 
 def test_without_torchrun_the_world_is_one_rank_in_a_process_made_ready():
@@ -91,12 +91,12 @@ def test_the_devices_that_a_process_sees_and_those_that_do_not_exist(monkeypatch
 def share_of(world, script, seen):
     """The devices of a rank, as uuids; `seen` has those that each rank sees."""
     uuids = seen[world.rank]
-    worlds.uuid_of = lambda gpu: uuids[gpu.index]
+    gpus.uuid_of = lambda gpu: uuids[gpu.index]
     try:
-        found = own_share(GPUS[: len(uuids)], Options(script=script), here(), world.store)
+        found = gpus.own_share(GPUS[: len(uuids)], Options(script=script), here(), world.store)
     except UserError as error:
         return str(error).splitlines()[0]
-    return "".join(map(worlds.uuid_of, found))
+    return "".join(map(gpus.uuid_of, found))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def join_on_gpus(world, script, seen):
     os.environ["CUDA_VISIBLE_DEVICES"] = "some"
     torch.cuda.device_count = lambda: len(own)
     torch.cuda.set_device = lambda device: None
-    worlds.uuid_of = lambda gpu: own[gpu.index]
+    gpus.uuid_of = lambda gpu: own[gpu.index]
     worlds.fresh_store = lambda *_: dist.PrefixStore("gpus", world.store)
     limits = []
 
