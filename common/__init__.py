@@ -12,7 +12,7 @@ not know each other. extras/ stands beside them: an option or a command enters i
 
     story        what a life says of itself when it begins
 
-    rescue       how a life begins and how it ends: signals, survivors' save, hangs
+    rescue       how a life ends: signals, survivors' save, hangs
 
     store        who owns the folder of a run, when it saves, what it loads
 

@@ -21,6 +21,7 @@ from common.torch_names import TRAINING, missing
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
 # flags that no rule is about
 FIRST_RUN = {"run_dir", "model", "dataset", "epochs", "max_steps", "seed", "eval_every"}
+FAILED_LIVES = 3  # in a row, which could not train: an agent would restart them for ever
 NUMBERS = {int: "a whole number", float: "a number"}
 SHAPES: dict[object, str] = {int: "N", float: "X", tuple: "A,B"}  # of a value, in --help
 
@@ -112,7 +113,24 @@ def begin_life(trains: bool = True) -> None:
         extra("no_meeting")(siblings)
     if place.agent:
         die_with_the_parent()
+    refuse_a_crash_loop()
     note_start()
+
+
+def refuse_a_crash_loop():
+    """Exit with code 5 if three lives in a row have ended before they could train.
+
+    The agent counts the restarts, and its folder says which of them began and did not train (`note_start` in
+    place.py): each machine judges its own lives.
+    """
+    place = here()
+    lives = range(place.restart - FAILED_LIVES, place.restart)
+    if place.notes and all((place.notes / f"start-{life}-0").exists() for life in lives):
+        raise UserError(
+            f"{FAILED_LIVES} lives in a row ended before they could train; their errors are above\n"
+            "mend the cause, then start again",
+            code=5,
+        )
 
 
 def parse_options(

@@ -1,4 +1,3 @@
-"""How a life begins and how it ends: signals, survivors' save, hangs, crash loops."""
+"""How a life ends: signals, survivors' save, hangs."""
 
-from common.rescue.life import refuse_a_crash_loop
 from common.rescue.rescue import Rescue

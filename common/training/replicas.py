@@ -46,6 +46,7 @@ class Called:
     def __init__(self, placed: nn.Module, state: Any) -> None:
         self.placed = placed
         self.state = state
+        self.progress = state.progress  # tells a task how far the run is
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         state = self.state
@@ -57,11 +58,6 @@ class Called:
         if state.opts.amp == "off":
             return out
         return map_tensors(lambda x: x.float() if x.dtype in AMP.values() else x, out)
-
-    @property
-    def progress(self) -> Any:
-        """Tell a task how far the run is."""
-        return self.state.progress
 
     def __getattr__(self, name):
         return getattr(self.state.net, name)

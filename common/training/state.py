@@ -135,15 +135,12 @@ class TrainState:
             self.memory.commit()
         self.note_versions()
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate that the schedule has for a step."""
-        return extra("schedule")(step, self.opts, self.progress.steps_per_epoch, self.schedule)
-
     def set_rate(self) -> None:
-        """Set the learning rate of this step, in all groups."""
-        rate = self.rate(self.progress.planned)
+        """Set the learning rate that the schedule has for this step, in all groups."""
+        progress = self.progress
+        self.rate = extra("schedule")(progress.planned, self.opts, progress.steps_per_epoch, self.schedule)
         for group in groups_of(self.optimizer):
-            group["lr"] = rate * group.get("scale", 1.0)
+            group["lr"] = self.rate * group.get("scale", 1.0)
 
     def update(self, size: int) -> None:
         """Make one optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
@@ -207,9 +204,7 @@ class TrainState:
     def note(self, totals: Tensor) -> Facts:
         """Return the record of the last step, from its totals; raises if the loss is not finite."""
         progress = self.progress
-        rate = groups_of(self.optimizer)[0]["lr"]
-        if self.scheduled:
-            rate = self.rate(progress.planned - (not progress.turn))
+        rate = self.rate if self.scheduled else groups_of(self.optimizer)[0]["lr"]
         place = {"step": progress.step, "epoch": progress.epoch}
         progress.record = place | self.task.metrics(totals) | {"lr": rate}
         loss, count = totals[:2].tolist()

@@ -9,7 +9,7 @@ from refusals import refusal
 
 from common.extras.no_progress import KILLED_LIVES, refuse_without_progress
 from common.options import Options
-from common.rescue import refuse_a_crash_loop
+from common.options.parser import refuse_a_crash_loop
 
 
 def begin(lives, step=7, position=0, finished=False, evaluation_due=False):

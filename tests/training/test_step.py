@@ -145,7 +145,7 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     opts = Options(script="dp", amp="fp16")
     seen = []
     net[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
-    state = SimpleNamespace(net=net, opts=opts, heartbeat=0, device=CPU)
+    state = SimpleNamespace(net=net, opts=opts, heartbeat=0, device=CPU, progress=None)
     two = SimpleNamespace(devices=(CPU, CPU), device=CPU)
     Called(replicate(net, opts, two), state)(batch_of(7).x.float())
     assert seen == [torch.float16]

@@ -32,13 +32,13 @@ MOST_NAMES = 20  # that one door hands out
 COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits", "extras/gpus"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed", "extras/gpus"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
-    "training": 8080,
+    "training": 8040,
     "checkpoint": 6950,
-    "options": 4220,
+    "options": 4290,
     "store": 4040,
-    "rescue": 3450,
+    "rescue": 3370,
     "ledger": 2990,
-    "elastic": 2930,
+    "elastic": 2920,
     "world": 2780,
     "data": 2360,
     "errors": 1270,
