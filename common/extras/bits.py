@@ -41,6 +41,7 @@ from common.data import Batch
 from common.device import is_gpu, mark, module_of, wait_by_polling
 from common.errors import UserError
 from common.extras.buffers import MeanOfBuffers
+from common.extras.tasks import end_mean
 from common.options import Options, extra
 from common.sampler import hash_seed, share
 from common.training import Gradient, TrainState
@@ -93,7 +94,8 @@ class SliceGradient(Gradient):
     def finish(self) -> Tensor:
         """Average over the ranks; returns the totals of all on rank 0, as callers add those of the ranks."""
         totals = self.slices.finish()
-        self._end_mean(totals[1], lambda total: total)
+        if not self.counts_samples:
+            end_mean(self, totals[1])
         return totals if self.world.rank == 0 else torch.zeros_like(totals)
 
 

@@ -6,6 +6,7 @@ function of {name: number or tensor}, makes numbers of them.
 """
 
 import math
+from collections import defaultdict
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from common.data import Batch, leaves
 from common.errors import UserError, blamed
 from common.extras.own_files import call_user
 from common.options import find_function
-from common.training import IGNORED, OWN, Task, autocast, reduced, scored
+from common.training import IGNORED, OWN, Task, autocast, placed, reduced, scored
 from common.world import gather
 
 WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be whole numbers of one shape'
@@ -46,6 +47,27 @@ def loss_of(loss, count, samples):
     if reduced(loss, "Sum"):
         raise UserError("the loss is a sum, of how many things?\nrun.step(loss, count), or give a mean")
     return loss * samples, samples
+
+
+def end_mean(gradient, total):
+    """Divide a gradient by what all ranks have counted, where that is not samples.
+
+    No number is read from a GPU, which would make the program wait for it.
+    """
+    alike = defaultdict(list)
+    for p in gradient.state.names:
+        if p.grad is not None:
+            alike[p.grad.device, p.grad.dtype].append(p.grad)
+    divisor = torch.where(total == 0, 1.0, total / gradient.batch.size)
+    for (device, kind), rows in alike.items():
+        torch._foreach_div_(rows, divisor.to(device, torch.promote_types(kind, torch.float32)))
+
+
+def answers(model, split, state):
+    """Return what the net says to each sample of a small test set, and what is right."""
+    samples = placed(split.fetch([*range(len(split))]), state.device, state.opts)
+    _, predictions, labels = scored(model, samples, state.opts)
+    return {"predictions": predictions.tolist(), "labels": labels.tolist()}
 
 
 # ---- the next token ----

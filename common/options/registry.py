@@ -48,6 +48,8 @@ EXTRAS: dict[str, str] = {
     "own_net": "common.extras.own_data:own_net",
     "task": "common.extras.tasks:task_of",  # other than classify
     "loss": "common.extras.tasks:loss_of",  # of a loop of one's own
+    "end_mean": "common.extras.tasks:end_mean",  # of a loss that counts other things than samples
+    "answers": "common.extras.tasks:answers",  # of a small test set
     "judge": "common.extras.tasks:Judge",
     "schedule": "common.extras.schedules:learning_rate",  # other than constant
     "own_optimizer": "common.extras.own_data:own_optimizer",

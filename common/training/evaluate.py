@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from common.data import Batch, loaded
+from common.options import extra
 from common.sampler import seed
 from common.training.state import TrainState
 from common.training.step import placed
-from common.training.tasks import OWN, SHOWN_SAMPLES, Task
-from common.world import World, gather
+from common.training.tasks import OWN, Task
+from common.world import World
 
 BLOCK = 256  # samples per forward: the same blocks at every world size
+SHOWN_SAMPLES = 16  # of a test set that is no larger, the answers are shown, too
 BLOCK_TOKENS = 4096  # tokens per forward, if these are fewer samples
 BLOCK_LOGITS = 1 << 24  # outputs per forward, if these are fewer samples: 64 MiB
 
@@ -27,7 +29,6 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
 
     Call it on every rank.
     """
-    predictions = torch.empty(0)  # and labels, of the last block
     ids = range(len(split))
     size = block_size(split, state.opts)
     blocks = range(-(-len(split) // size))
@@ -42,11 +43,12 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
             if samples is None:  # they are bad
                 continue
             part = (block, placed(samples, state.device, state.opts))
-            values = task(model, Batch([part], len(block)))
-            predictions = values.pop("predictions", predictions)
-            counted = task.counted(values)
+            counted = task.counted(task(model, Batch([part], len(block))))
             rows[number] = counted[: 2 * len(task.names)].clone()
             totals = counted + totals
+        answers = {}
+        if len(split) <= SHOWN_SAMPLES and state.opts.task == "classify" and task is state.task:
+            answers = extra("answers")(model, split, state)
     task.agree(world)
     # whole numbers have the same sum in any order, others are added in that of the blocks
     totals = world.all_sum(task.zeros() + totals.cpu())
@@ -55,12 +57,7 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
         table[number] = row
     sums = world.all_sum(table).cumsum(0)[-1]
     totals[: len(sums)] = sums
-    metrics = task.evaluation(totals)
-    if len(split) <= SHOWN_SAMPLES:
-        is_whole = predictions.shape == (2, len(split))  # the last block had all samples
-        for pair in filter(None, gather(world, is_whole and predictions.tolist())):
-            metrics["predictions"], metrics["labels"] = pair
-    return metrics
+    return task.evaluation(totals) | answers
 
 
 def block_size(split, opts):

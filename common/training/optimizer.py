@@ -1,6 +1,4 @@
-"""The optimizer: how it is made, its state by names, the gradient it gets."""
-
-from collections import defaultdict
+"""The optimizer: how it is made, its state by names."""
 
 import torch
 from torch import nn
@@ -103,13 +101,3 @@ def take_state(optimizer, names, tensors):
         group = groups[id(p)]
         on_device = tensor.dim() or group.get("fused") or group.get("capturable")
         part.state[p][rest or key] = tensor.to(p.device if on_device else "cpu")
-
-
-# ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
-def divide(gradients, divisor):
-    """Divide them all by one number on a device."""
-    alike = defaultdict(list)
-    for gradient in gradients:
-        alike[gradient.device, gradient.dtype].append(gradient)
-    for (device, kind), rows in alike.items():
-        torch._foreach_div_(rows, divisor.to(device, torch.promote_types(kind, torch.float32)))

@@ -20,7 +20,6 @@ from common.options import Options, extra
 from common.world import World
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SHOWN_SAMPLES = 16  # of a test set that is no larger, an evaluation shows the predictions, too
 IGNORED = -100  # a target that does not count, as torch's cross entropy has it
 REDUCTIONS = {"Mean": 1, "Sum": 2}  # in torch's loss functions
 OWN = "the script"  # its loop computes the loss (elastic.py)
@@ -38,10 +37,7 @@ def criterion(out, targets, smoothing):
 def classify(model, batch, opts):
     """Return the loss, summed over samples (of each the mean over its targets), and the right answers."""
     loss, answers, y = scored(model, batch, opts)
-    values = {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": ((answers == y).sum(), y.numel())}
-    if not torch.is_grad_enabled():
-        values["predictions"] = torch.stack([answers, y])
-    return values
+    return {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": ((answers == y).sum(), y.numel())}
 
 
 def pair(batch):

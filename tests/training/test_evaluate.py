@@ -12,8 +12,7 @@ from common.data.samples import TensorSamples
 from common.extras.tasks import OwnTask
 from common.options import Options
 from common.training import evaluate
-from common.training.evaluate import BLOCK
-from common.training.tasks import SHOWN_SAMPLES
+from common.training.evaluate import BLOCK, SHOWN_SAMPLES
 
 
 def split_of(n, width=5):

@@ -32,9 +32,9 @@ MOST_NAMES = 20  # that one door hands out
 COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits", "extras/gpus"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed", "extras/gpus"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
-    "training": 8040,
+    "training": 7840,
     "checkpoint": 6950,
-    "options": 4290,
+    "options": 4300,
     "store": 4040,
     "rescue": 3370,
     "ledger": 2990,
