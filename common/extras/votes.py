@@ -14,53 +14,43 @@ from torch import Tensor
 
 from common.data import Batch, batches
 from common.errors import UserError
-from common.extras.bits import SliceGradient, Slices, gradient_of
-from common.sampler import ElasticSampler, hash_seed, share
+from common.extras.bits import SliceGradient, Slices
+from common.sampler import ElasticSampler, hash_seed
 from common.training import TrainState
 from common.world import World, fingerprint_of, gather
 
 
 class VotedGradient(SliceGradient):
-    """A gradient with one piece more on ranks that do not own the slice; if votes differ, all repeat it."""
+    """A gradient with one piece more on each rank, which is not added; if votes differ, all repeat it."""
 
     def __init__(self, slices: Slices, batch: Batch, state: TrainState, world: World, split: Any) -> None:
         super().__init__(slices, batch, state, world, split)
         self.votes: list[list[int]] = []
-        self.bits = 0  # of the slice
-        self.checked = checked(state.opts, state.progress.step, world.size)
-        self.split = split
-        if self.checked is not None:
-            part = slice_of(self.checked, split, state)
-            if not part[1]:  # nothing to vote on
-                self.checked = None
-            elif self.checked not in slices.own:
-                self.parts.append(part)
+        self.piece = None  # that all vote on
+        if not (state.progress.step + 1) % state.opts.cross_check:
+            self.piece = voted_piece(split, state)
+        if self.piece:
+            self.parts.append(self.piece)
 
     def add(self, loss: Tensor | dict, count: float | Tensor | None = None) -> None:
         super().add(loss, count)
-        if self.is_last and self.checked is not None:
-            self._vote()
-
-    def _backward(self, loss, totals):
-        slices = self.slices
-        if self.number in slices.own and not self.votes or not self.ids:
-            super()._backward(loss, totals)
-            if self.ids and self.number == self.checked:
-                self.bits = fingerprint_of(map(gradient_of, slices.tensors))
-        else:
-            size = self.batch.size
-            tail = slices.measured(self.number, len(self.ids) / size, totals)
-            self.bits = bits_of(slices, self.state.scaler.scale(loss / size), tail)
-
-    def _vote(self):
-        """Compare the bits of all ranks; if they differ, all compute the slice once more."""
+        if not self.piece or not self.is_last:
+            return
         self.votes.append(gather(self.world, self.bits))
         if len(set(self.votes[0])) == 1:
             self.odd = ""
         elif len(self.votes) == 1:
-            self.parts.append(slice_of(self.checked, self.split, self.state))
+            self.parts.append(self.piece)
         else:
-            self.odd = odd_ranks(*self.votes, self.checked, self.state, self.world)
+            self.odd = odd_ranks(*self.votes, self.number, self.state, self.world)
+
+    def _backward(self, loss, totals):
+        if not self.piece or not self.is_last:
+            super()._backward(loss, totals)
+            return
+        size = self.batch.size
+        tail = self.slices.measured(self.number, len(self.ids) / size, totals)
+        self.bits = bits_of(self.slices, self.state.scaler.scale(loss / size), tail)
 
 
 def count_votes(store, odd):
@@ -78,29 +68,24 @@ def count_votes(store, odd):
 
 def bits_of(slices, output, tail):
     """Return the bits of a slice's gradient, which is not added."""
-    gradients = [torch.full_like(tensor, -0.0) for tensor in slices.params]
-    for i, gradient in enumerate(torch.autograd.grad(output, slices.params, allow_unused=True)):
-        if gradient is not None:
-            gradients[i] = gradient
+    gradients = torch.autograd.grad(output, slices.params, materialize_grads=True)
     return fingerprint_of([*gradients, tail])
 
 
-def checked(opts, step, world):
-    """Return the slice that all ranks compute after `step` steps, or None."""
-    if world == 1 or (step + 1) % opts.cross_check:
-        return None
-    rank = hash_seed("rank", opts.seed, step) % world
-    return share(opts.virtual_ranks, rank, world).start  # its gradient is not added to another's at once
+def voted_slice(opts, step):
+    """Return the slice of the next step that all ranks compute."""
+    return hash_seed("slice", opts.seed, step) % opts.virtual_ranks
 
 
-def slice_of(v, split, state):
-    """Return (v, ids, samples) of slice v of this step's batch, of whichever rank."""
+def voted_piece(split, state):
+    """Return (v, ids, samples) of the same slice v of a step on all ranks; None if it has no samples."""
     progress = state.progress
     opts = replace(state.opts, workers=0)
+    v = voted_slice(opts, progress.step)
     alone = ElasticSampler(progress.samples, opts.global_batch_size, v, opts.virtual_ranks, progress.order[1])
     alone.set_epoch(progress.epoch, progress.position)
     batch = next(batches(split, alone, opts))
-    return v, batch.ids, batch.data if batch.ids else None
+    return (v, batch.ids, batch.data) if batch.ids else None
 
 
 def odd_ranks(votes, again, v, state, world):
