@@ -21,28 +21,19 @@ Named = dict[str, dict[str, Tensor]]  # {kind: {name: tensor}}
 
 
 class Layout:
-    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors.
+    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors."""
 
-    The `frozen` ones have a file of their own. One that moves all the same is as well saved there.
-    """
-
-    def __init__(self, tensors: Named, frozen: set[str]):
+    def __init__(self, tensors: Named):
         self.tensors = tensors["model"]
-        self.frozen = frozen
         self.specs = specs_of(self.tensors)
         self.remembered: dict[str, Tensor] = {}  # of the checkpoint that was read last
 
     def checked(self, tensors: Named) -> Named:
         """Return the same tensors by file; UserError if the net's are not those of the start."""
-        net = tensors["model"]
-        specs = specs_of(net)
-        name = differs(specs, self.specs)
+        name = differs(specs_of(tensors["model"]), self.specs)
         if name:
             raise UserError(f"{name} came, went or changed after the start\nmake it when the net is made")
-        if not self.frozen:
-            return tensors
-        trained = {name: tensor for name, tensor in net.items() if name not in self.frozen}
-        return tensors | {"model": trained, "frozen": {name: net[name] for name in self.frozen}}
+        return tensors
 
     def check(self, files: dict) -> None:
         """Raise Damaged unless the files hold this run's tensors, whichever of them were frozen then."""

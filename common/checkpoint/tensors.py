@@ -21,7 +21,6 @@ from common.checkpoint.disk import Damaged, new_file, opened, patient, write_at
 from common.device import mark, wait_by_polling
 from common.errors import UserError
 from common.options import extra
-from common.sealed import sha
 
 DTYPES = {
     "F64": torch.float64,
@@ -93,16 +92,6 @@ def spread(act, count, items):
         with suppress(RuntimeError), ThreadPoolExecutor(count) as pool:
             return list(pool.map(act, items))
     return list(map(act, items))
-
-
-def table_of(tensors):
-    """Return the table of a file that would hold these tensors."""
-    specs = specs_of(tensors)
-
-    def row(name):
-        return [*specs[name], sha(flat_bytes(tensors[name]).cpu().numpy())]
-
-    return dict(zip(specs, spread(row, threads() + 1, list(specs)), strict=True))
 
 
 def write_file(path, tensors, moved):

@@ -28,7 +28,7 @@ from common.checkpoint.disk import Damaged, delete, opened, put, sync_folder, sy
 from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
 from common.checkpoint.folder import ASIDE, FROZEN, MANIFEST, STATE, committed, folder_name, free_number
 from common.checkpoint.layout import Layout, Named
-from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, read_manifest, verify
+from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, verify
 from common.options import Options
 from common.sealed import sealed, sha, to_json
 
@@ -97,7 +97,9 @@ class Writer:
             files = {}
             for kind, own in sources.items():
                 path = aside / f"{kind}.safetensors"
-                table = self._linked(path, own) if kind == "frozen" and self.may_link else None
+                table = None
+                if path.name == FROZEN and self.may_link:
+                    table = self.layout.linked(path, own, self.root.parent)
                 files[path.name] = table or tensors.write_file(path, own, self._move)
             self._describe(aside, files, facts)
             return self._name(aside, step)
@@ -105,18 +107,6 @@ class Writer:
             delete(aside)
             self.check_staging(step)
             raise
-
-    def _linked(self, path, frozen):
-        """Makes a link to the newest checkpoint's file if it holds these very bytes; returns its table.
-
-        What stands still is compared, not known: a loop may change any weight.
-        """
-        for _, folder in committed(self.root)[:1]:
-            with suppress(Damaged, OSError):  # this file system has no links, say
-                table = read_manifest(folder)["files"].get(FROZEN)
-                if table == tensors.table_of(frozen):
-                    os.link(folder / FROZEN, path)
-                    return table
 
     def check_staging(self, step: int) -> None:
         """Fenced if the folder is gone. A look may see an old copy of the name; making it asks the server."""

@@ -13,9 +13,10 @@ from common.data import DataFacts
 from common.errors import UserError, blamed
 from common.extras.chosen import weights_of
 from common.extras.own_files import refuse_foreign_code
+from common.extras.take_over import take_over
 from common.models import build_model
 from common.options import Options, read_options
-from common.store import Loaded, load_newest, take_over
+from common.store import Loaded, load_newest
 
 # of a loop of one's own: a function that returns its net asks for nothing
 NOT_KNOWN = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}

@@ -33,6 +33,7 @@ from stores import (
 
 from common.checkpoint import fence, writer
 from common.checkpoint.fence import Fenced
+from common.extras.differ import roll_back
 from common.ledger.log import Metrics
 from common.store import saver
 
@@ -255,7 +256,7 @@ def test_a_life_that_was_taken_over_puts_nothing_aside_and_does_not_say_so(tmp_p
         os.rename(life.store.writer.staging, tmp_path / "gone")
         life.store.saver.agreed = 1
         with pytest.raises(ZeroDivisionError):
-            life.store.roll_back(ZeroDivisionError())
+            roll_back(life.store, ZeroDivisionError())
     assert not said and sorted(os.listdir(life.store.fence.root)) == ["step-00000001", "step-00000002"]
 
 

@@ -54,8 +54,8 @@ MUTANTS = {
         (*FSYNC, 1),
     ),
     "a weight that moved is linked": (
-        "checkpoint.writer:Writer._linked",
-        "table == tensors.table_of(frozen)",
+        "extras.frozen:FrozenLayout.linked",
+        "table == table_of(frozen)",
         "True",
         FROZEN,
     ),
@@ -113,8 +113,8 @@ MUTANTS = {
         RETRIED,
     ),
     "what diverged stays": (
-        "store.store:CheckpointStore.roll_back",
-        "self.writer.put_aside(folder)",
+        "extras.differ:roll_back",
+        "store.writer.put_aside(folder)",
         "None",
         DIFFER,
     ),

@@ -122,7 +122,15 @@ def new_store(opts, world=None, fingerprint="f" * 64):
 def heard(said):
     """Inside, what the store says goes into this list, if it is one."""
     with contextlib.ExitStack() as stack:
-        for name in ("store.store", "store.identity", "store.load", "store.saver", "checkpoint.fence"):
+        for name in (
+            "store.store",
+            "store.identity",
+            "store.load",
+            "store.saver",
+            "checkpoint.fence",
+            "extras.differ",
+            "extras.take_over",
+        ):
             tell = (lambda text: None) if said is None else said.append
             stack.enter_context(mock.patch(f"common.{name}.say", tell))
         yield
@@ -218,7 +226,7 @@ def images_for(opts, net=None):
 def load_into(images, root, said=None):
     """What load_newest finds in the folder; it reads into the views of these images."""
     tensors = {kind: image.views for kind, image in images.items()}
-    layout = Layout(tensors, set())
+    layout = Layout(tensors)
     with heard(said):
         found = load_newest(world_of_one(), layout, "", committed(root), True)
     for name, tensor in layout.remembered.items():

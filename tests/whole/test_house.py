@@ -33,9 +33,9 @@ COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bi
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
     "training": 8080,
-    "checkpoint": 6950,
-    "options": 4220,
-    "store": 4040,
+    "checkpoint": 6740,
+    "options": 4230,
+    "store": 3790,
     "rescue": 3450,
     "world": 3010,
     "ledger": 2990,
