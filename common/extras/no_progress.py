@@ -1,16 +1,33 @@
-"""Lives in a row that began on one step, and did not get beyond it: another one would not, either."""
+"""Lives in a row that did not train, or not beyond the step they began on: another one would not, either."""
 
 from itertools import chain
 
 from common.errors import UserError
 from common.ledger import named
+from common.place import here
 from common.sampler import ElasticSampler
 
-FAILED_LIVES = 3  # in a row: they began on one step and ended with an error
+FAILED_LIVES = 3  # in a row: they did not train, or began on one step and ended with an error
 KILLED_LIVES = 10  # in a row on one step: all made steps, and were killed before they saved
 SAMPLES_NAMED = 512  # in an error
 ENDS_A_ROW = {"stop", "refused", "done"}  # events: a life that has one ends the row
 FAILURES = {"error", "hang"}  # events
+
+
+def refuse_a_crash_loop():
+    """Exit with code 5 if three lives in a row have ended before they could train.
+
+    The agent counts the restarts, and its folder says which of them began and did not train (`note_start` in
+    place.py): each machine judges its own lives.
+    """
+    place = here()
+    lives = range(place.restart - FAILED_LIVES, place.restart)
+    if place.notes and all((place.notes / f"start-{life}-0").exists() for life in lives):
+        raise UserError(
+            f"{FAILED_LIVES} lives in a row ended before they could train; their errors are above\n"
+            "mend the cause, then start again",
+            code=5,
+        )
 
 
 def refuse_without_progress(lives, state):

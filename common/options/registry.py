@@ -54,6 +54,8 @@ EXTRAS: dict[str, str] = {
     "no_decay_1d": "common.extras.own_data:groups_without_decay",
     "init_from": "common.extras.weights:load_weights",
     "fork": "common.extras.own_files:inherited_flags",
+    "changed": "common.extras.changed:refuse_changes",  # options, data, code or machine of a run
+    "lost_options": "common.extras.changed:facts_of_the_newest",
     "take_over": "common.extras.take_over:take_over",  # of other data, or without the best one
     "another_run": "common.extras.weights:load_another_run",  # with fork or resume
     "freeze": "common.extras.weights:freeze",  # also parts that a net of a user's own has frozen
@@ -66,6 +68,7 @@ EXTRAS: dict[str, str] = {
     "ema_decay": "common.extras.averages:Averages",
     "fp16": "common.extras.fp16:Scaler",
     "buffers": "common.extras.buffers:MeanOfBuffers",  # of a net that has some, over several ranks
+    "crash_loop": "common.extras.no_progress:refuse_a_crash_loop",  # after three lives
     "no_progress": "common.extras.no_progress:refuse_without_progress",  # since the life before
     "audit": "common.extras.audit:Audit",
     "deaths": "common.extras.lives:deaths_of",  # of the life before
@@ -82,6 +85,7 @@ EXTRAS: dict[str, str] = {
     "in_arguments": "common.extras.arguments:in_arguments",
     "mean": "common.extras.all_ranks:mean",
     "gather": "common.extras.all_ranks:rows",
+    "owner": "common.extras.owner:wait_for_owner",  # of a run folder, which lives
     "relay": "common.extras.relay:relay",  # to ranks that cannot read a checkpoint
     "pinned": "common.extras.devices:pinned",  # on one GPU
     "reports": "common.extras.all_ranks:warn_of_other_reports",

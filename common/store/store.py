@@ -78,12 +78,11 @@ class CheckpointStore:
         for folder in loaded.skipped:
             say(f"checkpoints/{folder.name}: put aside, the run goes on after step {state.progress.step}")
             self.writer.put_aside(folder)
-        self.writer.may_link = not loaded.skipped
+        self.writer.trusts_disk = not loaded.skipped
         if self.owns:
             self._tell_what_is_lost()
         if loaded.here:
             self.saver.saved = state.facts()
-            self.saver.prunes = self.owns and not loaded.skipped  # they are kept until a newer one is saved
         self.compare_replicas()
         if loaded.facts and self.owns:  # so that each folder has it
             self.save()
@@ -101,7 +100,9 @@ class CheckpointStore:
             if self.saver.bucket and not rank and not self.opts.is_bound:
                 self.fence.claim()
                 self.saver.bucket.fetch()
-            self.identity = identify(self.opts, self.fingerprint, self.code, self.world.device, self.writer)
+            self.identity = identify(
+                self.opts, self.fingerprint, self.code, self.world.device, self.writer.run
+            )
             if not self.fence.lock:
                 self.fence.claim()
             put_sealed(run_dir / "options.json", marked(self.identity))

@@ -21,7 +21,7 @@ from torch import nn
 from common.checkpoint import Layout
 from common.checkpoint.disk import Damaged
 from common.checkpoint.fence import Fenced
-from common.checkpoint.folder import checkpoints, committed
+from common.checkpoint.folder import checkpoints
 from common.checkpoint.reader import read_facts, read_manifest
 from common.checkpoint.tensors import Image, read_file, size_of
 from common.errors import UserError
@@ -124,11 +124,11 @@ def heard(said):
     with contextlib.ExitStack() as stack:
         for name in (
             "store.store",
-            "store.identity",
             "store.load",
             "store.saver",
-            "checkpoint.fence",
+            "extras.changed",
             "extras.differ",
+            "extras.owner",
             "extras.take_over",
         ):
             tell = (lambda text: None) if said is None else said.append
@@ -228,7 +228,7 @@ def load_into(images, root, said=None):
     tensors = {kind: image.views for kind, image in images.items()}
     layout = Layout(tensors)
     with heard(said):
-        found = load_newest(world_of_one(), layout, "", committed(root), True)
+        found = load_newest(world_of_one(), layout, "", checkpoints(root.parent), True)
     for name, tensor in layout.remembered.items():
         images["optimizer"].views[name].copy_(tensor)
     return found
