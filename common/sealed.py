@@ -22,6 +22,11 @@ def to_json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode() + b"\n"
 
 
+def finite(value: Any) -> Any:
+    """Return the value as JSON can hold it: NaN and infinity become null."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
 def sealed(value: Facts) -> bytes:
     """Return the object as JSON that ends with the SHA-256 of all bytes before."""
     text = to_json(value).removesuffix(b"}\n")

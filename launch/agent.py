@@ -41,7 +41,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from common.errors import UserError, may_pass, one_line, say
 from common.options import Options
 from common.place import STOPPED, in_words
-from common.rescue.seconds import AGENT_SECONDS
+from common.rescue.alarm import AGENT_SECONDS
 from common.sealed import sha
 from launch.worker import work
 

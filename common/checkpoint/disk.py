@@ -26,6 +26,12 @@ class Damaged(Exception):
     """This file is proven wrong; the text says why, with both values."""
 
 
+def compare_hash(name, found, stated, place=""):
+    """Raise Damaged unless a file, or a place in it, has the hash that its manifest states."""
+    if found != stated:
+        raise Damaged(f"{name} has sha256 {found[:12]}...{place}, manifest says {stated[:12]}...")
+
+
 # ---- reading ------------------------------------------------------------------------------------------
 def patient(read):
     """Repeats a read that ends with an OSError, which may be gone in seconds; those in WRONG are Damaged."""
@@ -83,22 +89,16 @@ def as_written(name):
         raise Damaged(f"{name} is not as this code writes it ({error!r:.60})") from error
 
 
-def parse_json(data, name):
-    """Return the JSON object in `data`."""
+def parse_json(data, name, parse=json.loads):
+    """Return the JSON object in `data`; `parse` it by `unsealed` if `sealed` has made it."""
     with as_written(name):
-        return {**json.loads(data)}
-
-
-def unseal(data, name):
-    """Return the object that `sealed` wrote; Damaged if one bit has changed."""
-    with as_written(name):
-        return unsealed(data)
+        return {**parse(data)}
 
 
 @patient
 def read_sealed(path: Path) -> dict:
     """Return the object in a file that `sealed` has made."""
-    return unseal(read_small(path), path.name)
+    return parse_json(read_small(path), path.name, unsealed)
 
 
 # ---- writing ------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Who may write into a run folder: one job at a time, and of that job only the newest life.
 
 The process whose file has the name RUN/lock owns the run: ownership is the inode, nothing else. Each claim
-makes another file and renames it over that name. Its counter only tells a new owner how long to wait: one
-that moves is alive, and no file system's locks are asked. A life writes into a staging folder of its own,
-`.life-<id>`, and renames out of it. A new owner first renames away the staging folders of all earlier lives.
-A stopped process that wakes up later finds its staging gone, so its rename fails: nothing can happen between
-check and act. So a take-over from a process that lives costs that process, never a checkpoint. No decision
-depends on another machine's clock.
+makes another file and renames it over that name. Its counter only tells a new owner how long to wait
+(extras/owner.py): one that moves is alive, and no file system's locks are asked. A life writes into a staging
+folder of its own, `.life-<id>`, and renames out of it. A new owner first renames away the staging folders of
+all earlier lives. A stopped process that wakes up later finds its staging gone, so its rename fails: nothing
+can happen between check and act. So a take-over from a process that lives costs that process, never a
+checkpoint. No decision depends on another machine's clock.
 
 A claim takes the name, makes its staging, lists those of others, and looks at the name again before it
 sweeps them. If two claim at once, the one that takes the name last owns the run. The other one sees that
@@ -34,16 +34,14 @@ from common.checkpoint.disk import (
     put,
     read_small,
 )
-from common.errors import UserError, say
+from common.errors import UserError
+from common.options import extra
 from common.place import has_ended, this_process
 
 BEAT_SECONDS = 0.5  # between two moves of a counter
 NODE_BEAT_SECONDS = 10.0  # the same in a node's file: each is a synced write on a disk that many share
 LOOK_SECONDS = 1.0  # a look that came later counts as one second: the file server was away
 STALE_SECONDS = 8.0  # without a move, on this machine or in our own job: the owner is gone
-LEASE_SECONDS = 90.0  # the same, of another job on another machine: networks show moves late
-MOVING_SECONDS = 6.0  # after so long we refuse a run whose counter another job moves
-SAME_JOB_SECONDS = 60.0  # an earlier life of our own job may still save; then the newest takes the run
 HUNG_SECONDS = 600.0  # a rescue or a save that writes no byte for so long is given up
 NODE_STILL_SECONDS = 12.0  # without a move: that node is gone
 NODES_SECONDS = 30.0  # survivors may take to the end of their step, until they announce their rescue
@@ -62,11 +60,10 @@ class Fenced(UserError):
 
 
 class IdleTimer:
-    """For how many seconds a value has not changed, and whether it ever has."""
+    """For how many seconds a value has not changed."""
 
     def __init__(self):
         self.value = None
-        self.moves = False
         self.seconds = 0.0
         self.looked = 0.0
 
@@ -74,7 +71,6 @@ class IdleTimer:
         now = time.monotonic()
         self.seconds += min(now - self.looked, LOOK_SECONDS)
         if value != self.value or not self.looked:
-            self.moves = bool(self.looked)
             self.value = value
             self.seconds = 0.0
         self.looked = now
@@ -183,7 +179,9 @@ class Fence:
 
     def claim(self) -> None:
         """Takes the run, or raises UserError with the owner's name."""
-        self._wait()
+        looks = watched(self.path)
+        if any(looks):
+            extra("owner")(self.path, looks, STALE_SECONDS)
         # one that has left may still log a step
         may_log = not has_ended(read_record(self.path) or {}, "process")
         self.lock = Lock(self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
@@ -212,31 +210,6 @@ class Fence:
         """Tells the next life that it need not wait for this process."""
         if self.lock:
             self.lock.close()
-
-    def _wait(self):
-        """Waits until the owner has left, has ended or stands still. UserError if a job that lives has it.
-
-        An earlier life of our own job is waited for, or one whose agent has died: it may save.
-        """
-        us = this_process()
-        reported = False
-        for owner, timer, waited in watched(self.path):
-            earlier = owner.get("job") == us["job"] or has_ended(owner, "agent")
-            near = earlier or owner.get("machine") in (us["machine"], None)
-            name = f"host {owner.get('host')}, pid {owner.get('pid')}"
-            if timer.seconds >= (STALE_SECONDS if near else LEASE_SECONDS):
-                return
-            if earlier and waited > SAME_JOB_SECONDS:
-                return
-            if not earlier and timer.moves and waited > MOVING_SECONDS:
-                raise UserError(
-                    f"{self.path.parent} is in use by another job: {name}\n"
-                    "stop that job first, or give this one its own --run-dir",
-                    code=6,
-                )
-            if not reported and waited > MOVING_SECONDS / 2:
-                say(f"{self.path.parent}: waiting for {name}, which has the folder")
-                reported = True
 
     def _sweep(self, names):
         """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""
@@ -288,14 +261,13 @@ def may_wait(path, state):
 
 def wait_for(path, seconds=None, deadline=math.inf, needless=lambda: False):
     """Waits until a lock's process has left, has ended or stands still, or there is no need."""
-    for _, timer, _ in watched(path):
+    for _, timer in watched(path):
         if needless() or time.monotonic() > deadline or timer.seconds > (seconds or STALE_SECONDS):
             return
 
 
 def watched(path):
-    """Yield (what it wrote, IdleTimer of its counter, seconds waited), while its process lives."""
-    began = time.monotonic()
+    """Yield (what it wrote, IdleTimer of its counter), while its process lives."""
     timer = IdleTimer()
     pause = 0.02
     while True:
@@ -303,7 +275,7 @@ def watched(path):
         if record is None or record.get("left") or has_ended(record, "process"):
             return
         timer(record.get("beat"))
-        yield record, timer, time.monotonic() - began
+        yield record, timer
         time.sleep(pause)
         pause = min(1.2 * pause, 0.5)  # a thousand ranks may wait for one file
 

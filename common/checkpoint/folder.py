@@ -23,21 +23,13 @@ STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")
 ASIDE = "damaged-"  # before the name of a checkpoint that is not trusted
 
 
-def checkpoints(path: Path) -> list[tuple[int, Path]]:
-    """Committed checkpoints of the run at `path`, newest first, as (step, folder); not verified.
-
-    Of one step the latest facts come first: `step-N.2`, `step-N.1`, `step-N`. If `path` is itself a
-    checkpoint, it is the only one.
-    """
-    one = numbers_of(path.name)
-    if one and path.is_dir() and not (path / "checkpoints").is_dir():
-        return [(one[0], path)]
-    return committed(path / "checkpoints")
-
-
 @patient
-def committed(root):
-    """List the checkpoints in a folder."""
+def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """Committed checkpoints of a run, newest first, as (step, folder); not verified.
+
+    Of one step the latest facts come first: `step-N.2`, `step-N.1`, `step-N`.
+    """
+    root = run_dir / "checkpoints"
     try:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,11 +1,9 @@
 """Which tensors this rank holds, and where their bytes lie in a checkpoint.
 
 From {"model": {name: tensor}, "optimizer": ...} to the tables that a checkpoint of them must have, and to the
-buffers into which its files are read.
+tensors into which its files are read.
 """
 
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,36 +11,26 @@ from torch import Tensor, nn
 
 from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import FROZEN, MODEL, OPTIMIZER
-from common.checkpoint.tensors import DTYPES, flat_bytes, specs_of
-from common.device import is_gpu
+from common.checkpoint.tensors import DTYPES, specs_of
 from common.errors import UserError
 
 Named = dict[str, dict[str, Tensor]]  # {kind: {name: tensor}}
 
 
 class Layout:
-    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors.
+    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors."""
 
-    The `frozen` ones have a file of their own. One that moves all the same is as well saved there.
-    """
-
-    def __init__(self, tensors: Named, frozen: set[str]):
+    def __init__(self, tensors: Named):
         self.tensors = tensors["model"]
-        self.frozen = frozen
         self.specs = specs_of(self.tensors)
         self.remembered: dict[str, Tensor] = {}  # of the checkpoint that was read last
 
     def checked(self, tensors: Named) -> Named:
         """Return the same tensors by file; UserError if the net's are not those of the start."""
-        net = tensors["model"]
-        specs = specs_of(net)
-        name = differs(specs, self.specs)
+        name = differs(specs_of(tensors["model"]), self.specs)
         if name:
             raise UserError(f"{name} came, went or changed after the start\nmake it when the net is made")
-        if not self.frozen:
-            return tensors
-        trained = {name: tensor for name, tensor in net.items() if name not in self.frozen}
-        return tensors | {"model": trained, "frozen": {name: net[name] for name in self.frozen}}
+        return tensors
 
     def check(self, files: dict) -> None:
         """Raise Damaged unless the files hold this run's tensors, whichever of them were frozen then."""
@@ -55,29 +43,18 @@ class Layout:
             if not name.startswith("/") and name.rpartition("/")[0] not in self.specs:
                 raise Damaged(f"{OPTIMIZER} has {name[:80]}, this run has no such weight")
 
-    def buffers(self, path: str, table: dict) -> dict:
-        """Return {name: a context with the buffer of that tensor}."""
+    def targets(self, path: str, table: dict) -> dict[str, Tensor]:
+        """Return the tensors into which a file with this table is read."""
         tensors = self.tensors
         if path == OPTIMIZER:
             tensors = {name: torch.empty(row[1], dtype=DTYPES[row[0]]) for name, row in table.items()}
             self.remembered = tensors
-        return {name: partial(_buffer, tensors[name].detach()) for name in table}
+        return {name: tensors[name].detach() for name in table}
 
 
 def differs(specs, others):
     """Return the first name of a tensor that only one of two nets has, or has in this form; or None."""
     return next((name for name in specs | others if specs.get(name) != others.get(name)), None)
-
-
-@contextmanager
-def _buffer(tensor):
-    """Yield a buffer for a tensor's bytes: its own memory, or a copy, if it has holes or is on a GPU."""
-    flat = flat_bytes(tensor)  # of one with holes, a copy
-    direct = tensor.is_contiguous() and not is_gpu(tensor.device)
-    buffer = flat if direct else torch.empty(len(flat), dtype=torch.uint8)
-    yield memoryview(buffer.numpy())
-    if not direct:
-        tensor.copy_(buffer.view(tensor.dtype).view(tensor.shape))
 
 
 # ---- beside the tensors --------------------------------------------------------------------------------

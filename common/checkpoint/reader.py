@@ -1,7 +1,7 @@
 """How a checkpoint is read: none of its values is used before it is proven right.
 
 From a folder to its facts, its tables, and this rank's tensors. A checkpoint is valid if, in this order,
-    1  manifest.json is no larger than ours can be, and matches its own seal         `unseal`, disk.py
+    1  manifest.json is no larger than ours can be, and matches its own seal         `unsealed`, sealed.py
     2  it has our format; its files have our names, and what they hold are tables    `read_manifest`
     3  state.json has the hash in the manifest, the folder's step, and each fact     `read_facts`
     4  the tables make up the tensors of this run                                    `Layout.check`
@@ -12,17 +12,18 @@ So nothing but JSON of a bounded size is parsed before its hash is compared, and
 memory is allocated. What fails a check is Damaged. An OSError that stays proves nothing: it may be whole.
 """
 
+import json
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import Damaged, as_written, opened, parse_json, patient, read_small, unseal
+from common.checkpoint.disk import Damaged, as_written, compare_hash, opened, parse_json, patient, read_small
 from common.checkpoint.folder import FROZEN, MANIFEST, MODEL, OPTIMIZER, STATE
 from common.checkpoint.layout import Layout
 from common.errors import UserError
-from common.sealed import sha, to_json
+from common.sealed import sha, to_json, unsealed
 
 FORMATS = (7, 8)  # 8: with FROZEN, so that code which does not know that file does not call it damaged
 FACTS: dict[str, Any] = {  # a start reads them all
@@ -48,7 +49,7 @@ def read_manifest(folder: Path) -> dict:
     with opened(folder, stat.S_ISDIR):  # not a link to one
         data = read_small(folder / MANIFEST)
     is_older = data.startswith(b"{\n")  # up to format 6 each value had a line
-    manifest = (parse_json if is_older else unseal)(data, MANIFEST)
+    manifest = parse_json(data, MANIFEST, json.loads if is_older else unsealed)
     found = manifest.get("format")
     if is_older or found not in FORMATS:
         raise UserError(
@@ -76,8 +77,7 @@ def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
     """Read (manifest, facts): all of a checkpoint but its tensors, compared with the seal and the hash."""
     manifest = read_manifest(folder)
     text = read_small(folder / STATE)
-    if sha(text) != manifest["state"]:
-        raise Damaged(f"{STATE} has sha256 {sha(text)[:12]}..., manifest says {manifest['state'][:12]}...")
+    compare_hash(STATE, sha(text), manifest["state"])
     facts = parse_json(text, STATE)
     if facts.get("step") != step:
         raise Damaged(f"{STATE} is of step {facts.get('step')}, the folder says {step}")
@@ -102,8 +102,8 @@ def verify(
     if layout:
         layout.check(files)
     for path, table in files.items():
-        buffers = layout.buffers(path, table) if layout else None
-        tensors.read_file(folder / path, table, buffers, **how)
+        targets = layout.targets(path, table) if layout else None
+        tensors.read_file(folder / path, table, targets, **how)
     return files, facts
 
 

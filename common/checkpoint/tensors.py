@@ -10,18 +10,17 @@ import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common.checkpoint.disk import Damaged, new_file, opened, patient, write_at
-from common.device import mark, wait_by_polling
+from common.checkpoint.disk import Damaged, compare_hash, new_file, opened, patient, write_at
+from common.device import is_gpu, mark, wait_by_polling
 from common.errors import UserError
 from common.options import extra
-from common.sealed import sha
 
 DTYPES = {
     "F64": torch.float64,
@@ -95,16 +94,6 @@ def spread(act, count, items):
     return list(map(act, items))
 
 
-def table_of(tensors):
-    """Return the table of a file that would hold these tensors."""
-    specs = specs_of(tensors)
-
-    def row(name):
-        return [*specs[name], sha(flat_bytes(tensors[name]).cpu().numpy())]
-
-    return dict(zip(specs, spread(row, threads() + 1, list(specs)), strict=True))
-
-
 def write_file(path, tensors, moved):
     """Writes and syncs a new file, out of the tensors' own memory; returns its table."""
     specs = specs_of(tensors)
@@ -132,14 +121,13 @@ def write_file(path, tensors, moved):
 def read_file(
     path: Path,
     table: dict,
-    buffers: dict | None = None,
+    targets: dict[str, Tensor] | None = None,
     count: int = 1,
     moved: Callable[[], None] = lambda: None,
 ) -> None:
     """Compare a file with its table, on `count` threads; Damaged if one byte differs.
 
-    `buffers` are {name: a function that returns a context with the buffer for that tensor}; without them all
-    tensors are read, and dropped.
+    Each tensor is read into that of its name among the `targets`; without them all are read, and dropped.
     """
     header, places, size = lay_out(table)
     with opened(path) as fd:
@@ -154,22 +142,16 @@ def read_file(
         def read(name):
             start, end = places[name]
             digest = hashlib.sha256()
-            with wanted[name]() as buffer:
+            with buffer_of(targets[name]) if targets else nullcontext() as buffer:
                 for at in range(start, end, CHUNK_BYTES):
                     stop = min(at + CHUNK_BYTES, end)
                     chunk = buffer[at - start : stop - start] if buffer else memoryview(bytearray(stop - at))
                     _fill(fd, chunk, at, path.name)
                     moved()
                     digest.update(chunk)
-                stated = table[name][2]
-                if digest.hexdigest() != stated:
-                    raise Damaged(
-                        f"{path.name} has sha256 {digest.hexdigest()[:12]}... in {name}, "
-                        f"manifest says {stated[:12]}..."
-                    )
+                compare_hash(path.name, digest.hexdigest(), table[name][2], f" in {name}")
 
-        wanted = buffers or dict.fromkeys(places, nullcontext)
-        spread(read, count, list(wanted))  # raises what a thread has raised
+        spread(read, count, list(targets or places))  # raises what a thread has raised
 
 
 def _fill(fd, chunk, at, name):
@@ -179,6 +161,17 @@ def _fill(fd, chunk, at, name):
             raise Damaged(f"{name} ends after {at:,} bytes")
         chunk = chunk[count:]
         at += count
+
+
+@contextmanager
+def buffer_of(tensor):
+    """Yield a buffer for a tensor's bytes: its own memory, or a copy, if it has holes or is on a GPU."""
+    flat = flat_bytes(tensor)  # of one with holes, a copy
+    direct = tensor.is_contiguous() and not is_gpu(tensor.device)
+    buffer = flat if direct else torch.empty(len(flat), dtype=torch.uint8)
+    yield memoryview(buffer.numpy())
+    if not direct:
+        tensor.copy_(buffer.view(tensor.dtype).view(tensor.shape))
 
 
 def flat_bytes(tensor):

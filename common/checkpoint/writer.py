@@ -16,28 +16,22 @@ No name is written twice: later facts of a step become step-N.1, and step-N goes
 """
 
 import errno
-import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import common.checkpoint.tensors as tensors
 from common.checkpoint.disk import Damaged, delete, opened, put, sync_folder, sync_lines
 from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
-from common.checkpoint.folder import ASIDE, FROZEN, MANIFEST, STATE, committed, folder_name, free_number
+from common.checkpoint.folder import ASIDE, FROZEN, MANIFEST, STATE, checkpoints, folder_name, free_number
 from common.checkpoint.layout import Layout, Named
-from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, read_manifest, verify
+from common.checkpoint.reader import FORMATS, best_of, digest_of, read_facts, verify
 from common.options import Options
-from common.sealed import sealed, sha, to_json
+from common.sealed import finite, sealed, sha, to_json
 
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-
-
-def facts_to_json(facts):
-    """Return state.json's bytes; NaN and infinity, which JSON does not have, become null."""
-    return to_json(json.loads(json.dumps(facts), parse_constant=lambda name: None))
 
 
 def _how_far(facts):
@@ -59,23 +53,20 @@ class Writer:
         self.layout = layout
         self.origin: dict = {}  # in each checkpoint's facts: of the run, not of a step
         self.moved = 0  # chunks written so far: others see that a rescue makes progress
-        self.may_link = True  # False: the disk has shown damage, the next checkpoint has files of its own
+        # False: the disk has shown damage; the next checkpoint has files of its own, and none goes before it
+        self.trusts_disk = True
 
     # ---- what is there ---------------------------------------------------------------------------------
-    def readable(self, least: int = 0) -> Iterator[dict]:
-        """Yield the facts of this run's checkpoints that can be read, down to a step, newest first."""
-        for step, folder in committed(self.root):
-            if step < least:  # a rescue does not wait for a disk that fails
+    def holds(self, facts: dict) -> bool:
+        """Return whether the newest checkpoint of this run that can be read has this state or a later one."""
+        for step, folder in checkpoints(self.root.parent):
+            if step < facts["step"]:  # a rescue does not wait for a disk that fails
                 break
             with suppress(Damaged, OSError):
-                manifest, facts = read_facts(step, folder)
+                manifest, newest = read_facts(step, folder)
                 if manifest["run"] == self.run:
-                    yield facts
-
-    def holds(self, facts: dict) -> bool:
-        """Return whether the newest checkpoint has this state or a later one."""
-        newest = next(self.readable(facts["step"]), None)
-        return newest is not None and _how_far(newest) >= _how_far(facts)
+                    return _how_far(newest) >= _how_far(facts)
+        return False
 
     # ---- a checkpoint ----------------------------------------------------------------------------------
     def commit(self, sources: Named, facts: dict) -> Path:
@@ -97,7 +88,9 @@ class Writer:
             files = {}
             for kind, own in sources.items():
                 path = aside / f"{kind}.safetensors"
-                table = self._linked(path, own) if kind == "frozen" and self.may_link else None
+                table = None
+                if path.name == FROZEN and self.trusts_disk:
+                    table = self.layout.linked(path, own, self.root.parent)
                 files[path.name] = table or tensors.write_file(path, own, self._move)
             self._describe(aside, files, facts)
             return self._name(aside, step)
@@ -105,18 +98,6 @@ class Writer:
             delete(aside)
             self.check_staging(step)
             raise
-
-    def _linked(self, path, frozen):
-        """Makes a link to the newest checkpoint's file if it holds these very bytes; returns its table.
-
-        What stands still is compared, not known: a loop may change any weight.
-        """
-        for _, folder in committed(self.root)[:1]:
-            with suppress(Damaged, OSError):  # this file system has no links, say
-                table = read_manifest(folder)["files"].get(FROZEN)
-                if table == tensors.table_of(frozen):
-                    os.link(folder / FROZEN, path)
-                    return table
 
     def check_staging(self, step: int) -> None:
         """Fenced if the folder is gone. A look may see an old copy of the name; making it asks the server."""
@@ -156,7 +137,7 @@ class Writer:
 
     def _describe(self, folder, files, facts):
         """Adds facts and manifest to a folder of this process alone, syncs it, and reads both back."""
-        state = facts_to_json(facts | {"origin": self.origin})
+        state = to_json(finite(facts | {"origin": self.origin}))
         manifest = {
             "format": FORMATS[FROZEN in files],
             "run": self.run,
@@ -197,9 +178,9 @@ class Writer:
             verify(step, folder, moved=self._move)
         except Damaged:
             self.put_aside(folder)
-            self.may_link = False
+            self.trusts_disk = False
             raise
-        self.may_link = True
+        self.trusts_disk = True
 
     # ---- what goes -------------------------------------------------------------------------------------
     def put_aside(self, folder: Path) -> bool:
@@ -217,7 +198,7 @@ class Writer:
 
     def prune(self, step: int, opts: Options, agreed: int) -> None:
         """Deletes checkpoints that need not be kept, and then what was put aside, too."""
-        choices = committed(self.root)
+        choices = checkpoints(self.root.parent)
         kept = self.kept(choices, step, best_of(choices).get("step"), opts, agreed)
         extra = [folder for _, folder in choices if folder not in kept]
         if extra:

@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 
 from common.checkpoint import Damaged, checkpoints, newest_first, read_facts, read_sealed
 from common.errors import UserError, blamed, one_line, say, warn
-from common.extras.chosen import describe
+from common.extras.chosen import describe, step_of
 
 OPTIONS = "options.json"
 LOGS = "*.jsonl"  # metrics, and each machine's ledger
@@ -180,8 +180,3 @@ class Bucket:
             os.sync()
             os.rename(aside, self.writer.root / name)
         return whole
-
-
-def step_of(name):
-    """Return the step in the name of a checkpoint, step-N or step-N.k."""
-    return int(name[5:].partition(".")[0])

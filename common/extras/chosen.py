@@ -5,7 +5,17 @@ For a person, and for what begins with the weights of a run; a training chooses 
 
 from safetensors.torch import load_file
 
-from common.checkpoint import OPTIMIZER, Damaged, best_of, checkpoints, digest_of, read_facts, threads, verify
+from common.checkpoint import (
+    OPTIMIZER,
+    Damaged,
+    best_of,
+    checkpoints,
+    digest_of,
+    newest_first,
+    read_facts,
+    threads,
+    verify,
+)
 from common.errors import UserError
 
 EMA = "/ema"  # the end of an average's name
@@ -23,9 +33,21 @@ def describe(step, folder):
     return True, f"{folder.name}  whole  {size:,} bytes  {digest_of(files)}"
 
 
+def choices_at(path):
+    """Return the checkpoints of the run at `path`; if that is itself a checkpoint, it is the only one."""
+    if newest_first([path.name]) and path.is_dir() and not (path / "checkpoints").is_dir():
+        return [(step_of(path.name), path)]
+    return checkpoints(path)
+
+
+def step_of(name):
+    """Return the step in the name of a checkpoint, step-N or step-N.k."""
+    return int(name[5:].partition(".")[0])
+
+
 def choose(path, which):
     """Return (step, folder, line) of the "newest" whole checkpoint at `path`, the "best", or a step's."""
-    choices = checkpoints(path)
+    choices = choices_at(path)
     if not choices and not (path / "checkpoints").is_dir():
         raise UserError(
             f"{path} is no run folder: it has no checkpoints/\n"

@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common.checkpoint import checkpoints
 from common.errors import UserError, say
-from common.extras.chosen import choose, describe, weights_of
+from common.extras.chosen import choices_at, choose, describe, weights_of
 from common.extras.command import parser_of, run_command
 from common.options import as_imagefolder, read_options
 
@@ -43,7 +42,7 @@ def show(asked):
         _, folder, line = choose(asked.run, which)
         print(line if asked.digest else folder)
     else:
-        found = [(*describe(*choice), choice[1]) for choice in checkpoints(asked.run)]
+        found = [(*describe(*choice), choice[1]) for choice in choices_at(asked.run)]
         # a run that trains may have deleted one meanwhile
         found = [row for row in found if row[0] or row[-1].exists()]
         for _, line, _ in found:

@@ -1,7 +1,6 @@
 """A checkpoint for ranks that cannot read it, or have other bytes under its name, from a rank that can."""
 
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import suppress
 
 import torch
 
@@ -19,15 +18,13 @@ def relay(world, layout, source, choice, tables_and_facts):
     files, facts = gather(world, tables_and_facts if is_source else None)[source]
     right = True
     for path, table in files.items():
-        buffers = layout.buffers(path, table)
-        for name, (_, _, stated) in table.items():
-            with buffers[name]() as buffer:
-                piece = torch.zeros(len(buffer), dtype=torch.uint8)
-                data = memoryview(piece.numpy())
-                if is_source:
-                    with suppress(Damaged, OSError):  # then the bytes are wrong, and all ranks see that
-                        read_file(choice[1] / path, table, {name: partial(nullcontext, data)})
-                world.all_sum(piece)  # zeros, but for those of the source
-                right = right and sha(data) == stated  # a rank that left here would let the others hang
-                buffer[:] = data
+        for name, target in layout.targets(path, table).items():
+            piece = torch.zeros(target.nbytes, dtype=torch.uint8)
+            if is_source:
+                with suppress(Damaged, OSError):  # then the bytes are wrong, and all ranks see that
+                    read_file(choice[1] / path, table, {name: piece})
+            world.all_sum(piece)  # zeros, but for those of the source
+            stated = table[name][2]
+            right = right and sha(piece.numpy()) == stated  # a rank that left here would let the others hang
+            target.copy_(piece.view(target.dtype).view(target.shape))
     return facts, all(gather(world, right))

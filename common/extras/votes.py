@@ -15,6 +15,7 @@ from torch import Tensor
 from common.data import Batch, batches
 from common.errors import UserError
 from common.extras.bits import SliceGradient, Slices
+from common.extras.differ import roll_back
 from common.sampler import ElasticSampler, hash_seed
 from common.training import TrainState
 from common.world import World, fingerprint_of, gather
@@ -56,12 +57,13 @@ class VotedGradient(SliceGradient):
 def count_votes(store, odd):
     """Let all ranks agree on this step, or end the run if `odd` names one of them."""
     if odd:
-        store.roll_back(
+        roll_back(
+            store,
             UserError(
                 f"{odd}; going back to step {store.saver.agreed} or before, on which ranks agreed\n"
                 "keep the run off that device, then start the same command again",
                 code=7,
-            )
+            ),
         )
     store.saver.agreed = store.state.progress.step
 

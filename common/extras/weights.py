@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common.checkpoint import checkpoints, facts_of
+from common.checkpoint import facts_of
 from common.data import DataFacts
 from common.errors import UserError, blamed
-from common.extras.chosen import weights_of
+from common.extras.chosen import choices_at, weights_of
 from common.extras.own_files import refuse_foreign_code
+from common.extras.take_over import take_over
 from common.models import build_model
 from common.options import Options, read_options
-from common.store import Loaded, load_newest, take_over
+from common.store import Loaded, load_newest
 
 # of a loop of one's own: a function that returns its net asks for nothing
 NOT_KNOWN = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}
@@ -121,7 +122,7 @@ def load_another_run(state, world, layout, owns):
     """Load the newest checkpoint that was asked for; return where it came from. Call on every rank."""
     opts = state.opts
     source = opts.fork or opts.resume
-    choices = [choice for choice in checkpoints(Path(source)) if opts.at in (0, choice[0])]
+    choices = [choice for choice in choices_at(Path(source)) if opts.at in (0, choice[0])]
     other = load_newest(world, layout, "", choices, owns)
     if not other.facts:
         raise UserError(

@@ -3,7 +3,6 @@
 A closed pipe or a full disk costs lines, never a step.
 """
 
-import json
 import math
 import os
 import sys
@@ -15,6 +14,7 @@ from datetime import timedelta
 from common.errors import Outlet, warn
 from common.ledger.ledger import Lines, Record, lines_back, parse
 from common.options import Options, extra
+from common.sealed import finite
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
 CLEAN_BYTES = 1 << 16  # at the end of metrics.jsonl, that are looked through
@@ -168,8 +168,7 @@ class Metrics(Lines):
         """Append a row with its "step"; False if the file has that step already."""
         new = self._is_new(row)
         if new:
-            # JSON has no nan and no infinity: null stands for both.
-            self.append(json.loads(json.dumps(row), parse_constant=lambda name: None))
+            self.append(finite(row))
         return new
 
     def _is_new(self, row):

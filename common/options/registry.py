@@ -56,8 +56,12 @@ EXTRAS: dict[str, str] = {
     "no_decay_1d": "common.extras.own_data:groups_without_decay",
     "init_from": "common.extras.weights:load_weights",
     "fork": "common.extras.own_files:inherited_flags",
+    "changed": "common.extras.changed:refuse_changes",  # options, data, code or machine of a run
+    "lost_options": "common.extras.changed:facts_of_the_newest",
+    "take_over": "common.extras.take_over:take_over",  # of other data, or without the best one
     "another_run": "common.extras.weights:load_another_run",  # with fork or resume
     "freeze": "common.extras.weights:freeze",  # also parts that a net of a user's own has frozen
+    "frozen": "common.extras.frozen:FrozenLayout",  # of a net with such weights
     "exports": "common.extras.exports:main",  # python -m common.checkpoint
     "report": "common.extras.report:main",  # python -m common.ledger
     "load": "common.extras.weights:load",
@@ -82,11 +86,13 @@ EXTRAS: dict[str, str] = {
     "in_arguments": "common.extras.arguments:in_arguments",
     "mean": "common.extras.all_ranks:mean",
     "gather": "common.extras.all_ranks:rows",
+    "owner": "common.extras.owner:wait_for_owner",  # of a run folder, which lives
     "relay": "common.extras.relay:relay",  # to ranks that cannot read a checkpoint
     "pinned": "common.extras.devices:pinned",  # on one GPU
     "own_share": "common.extras.gpus:own_share",  # of the GPUs that a process sees
     "nccl": "common.extras.gpus:nccl",
     "reports": "common.extras.all_ranks:warn_of_other_reports",
+    "differ": "common.extras.differ:refuse_replicas",  # ranks whose weights are not the same
     "turns": "common.extras.turns:Turns",
     "devices": "common.extras.devices:named_devices",  # also of a net that is placed
     "interface": "common.extras.machines:interface_towards",  # of several machines

@@ -10,8 +10,7 @@ import time
 import traceback
 
 from common.errors import say
-from common.rescue.alarm import Alarm
-from common.rescue.seconds import HANG_SECONDS, PLACES_SECONDS
+from common.rescue.alarm import HANG_SECONDS, PLACES_SECONDS, Alarm
 
 FRAMES = 6  # of a stack that are printed
 MOVED = "moved"  # a message over a lifeline; any other one is the number of a rank that stands still

@@ -10,8 +10,7 @@ import time
 from contextlib import suppress
 
 from common.place import how_killed
-from common.rescue.alarm import Alarm
-from common.rescue.seconds import DEATH_SECONDS, PEER_SECONDS
+from common.rescue.alarm import DEATH_SECONDS, PEER_SECONDS, Alarm
 from common.world import lifelines
 
 

@@ -27,7 +27,7 @@ import torch
 
 from common.errors import UserError, dismiss_agent, note_reason, one_line, say
 from common.place import here
-from common.rescue.seconds import AGENT_SECONDS, DEATH_SECONDS, PEER_SECONDS, SAVER_SECONDS
+from common.rescue.alarm import AGENT_SECONDS, DEATH_SECONDS, PEER_SECONDS, SAVER_SECONDS
 from common.rescue.watch import Watch
 from common.store import CheckpointStore
 from common.world import WATCHED

@@ -15,11 +15,10 @@ import time
 from contextlib import suppress
 
 from common.place import STOP, here, this_process
-from common.rescue.alarm import Alarm
+from common.rescue.alarm import LOCKED_SECONDS, LOOK_SECONDS, STEP_SECONDS, Alarm
 from common.rescue.hang import Hang
 from common.rescue.lifelines import Lifelines
 from common.rescue.parting import Parting
-from common.rescue.seconds import LOCKED_SECONDS, LOOK_SECONDS, STEP_SECONDS
 from common.world import gather
 
 

@@ -12,14 +12,11 @@ though nothing shows that it is damaged, is not passed over: the life ends, and 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.checkpoint import Damaged, Layout, best_of, checkpoints, newest_first, threads, verify
+from common.checkpoint import Damaged, Layout, checkpoints, newest_first, threads, verify
 from common.errors import UserError, say
 from common.options import extra
 from common.sealed import sha, to_json
-from common.training import TrainState
 from common.world import World, gather
-
-Choice = tuple[int, Path]  # the step of a checkpoint, its folder
 
 
 class Loaded(NamedTuple):
@@ -35,7 +32,9 @@ class Loaded(NamedTuple):
 def lay_out(state, world):
     """Return (this rank's layout, whether its tensors are those of rank 0); call on every rank."""
     named = state.net.named_parameters(remove_duplicate=False)
-    layout = Layout(state.tensors(), {name for name, p in named if not p.requires_grad})
+    frozen = {name for name, p in named if not p.requires_grad}
+    tensors = state.tensors()
+    layout = extra("frozen")(tensors, frozen) if frozen else Layout(tensors)
     return layout, layout.specs == gather(world, None if world.rank else layout.specs)[0]
 
 
@@ -54,7 +53,9 @@ def load(state, world, layout, run, owns):
     own = load_newest(world, layout, run, choices, owns)
     if own.facts:
         state.load(own.facts, layout.remembered)
-        take_over(state, world, own.facts, own.steps, choices, owns)
+        progress = state.progress
+        if progress.best["step"] not in (0, *own.steps) or progress.position < own.facts["position"]:
+            extra("take_over")(state, world, own.facts, own.steps, choices, owns)
         return own
     if own.steps:
         raise UserError(
@@ -70,32 +71,10 @@ def load(state, world, layout, run, owns):
     return Loaded()
 
 
-def take_over(
-    state: TrainState, world: World, facts: dict, kept: list[int], choices: list[Choice], owns: bool
-) -> None:
-    """Look whether what was saved is still so; `kept` are the run's own steps.
-
-    If the best evaluation has no checkpoint in this run, the best one that has one counts. If another
-    dataset's order was saved, the epoch begins again.
-    """
-    progress = state.progress
-    best = progress.best["step"]
-    if best and best not in kept:  # its save failed, or rank 0 died in it; or another run has it
-        earlier = [choice for choice in choices if choice[0] <= progress.step]
-        known = gather(world, best_of(earlier) if owns else {})
-        progress.best = next(filter(None, known), {"step": progress.step})
-        if owns:
-            counts = progress.best["step"]
-            say(f"this run has no checkpoint of step {best}, the best one: step {counts} counts")
-    if owns and progress.position < facts["position"]:
-        say(
-            f"step {progress.step} was saved at position {facts['position']:,} of other "
-            f"data or another order; the epoch begins again with {progress.samples:,} samples"
-        )
-
-
 # ---- the newest checkpoint of any node ------------------------------------------------------------------
-def load_newest(world: World, layout: Layout, run: str, choices: list[Choice], owns: bool) -> Loaded:
+def load_newest(
+    world: World, layout: Layout, run: str, choices: list[tuple[int, Path]], owns: bool
+) -> Loaded:
     """Read the newest checkpoint into the tensors of every rank; call on every rank.
 
     `choices` are those that this rank sees, as (step, folder); owners of a folder offer theirs to all.

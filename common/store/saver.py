@@ -41,7 +41,6 @@ class Saver:
         self.job = None  # the last one of the thread
         self.is_writing = False  # it has bytes that are not on the disk yet
         self.saved = None  # the facts that were saved last, or are being saved
-        self.prunes = False  # with the first step, which it must not delay
         self.saved_at = time.monotonic()
         self.agreed = -1  # the newest step on which all ranks agreed; a checkpoint of it is kept
         self.error = None  # of the last save, until `report` has told it
@@ -56,7 +55,7 @@ class Saver:
             self.job = self.pool.submit(self._allocate)
 
     def _allocate(self):
-        if self.prunes:
+        if self.saved and self.writer.trusts_disk:  # after the first step, which it must not delay
             self.prune(self.saved["step"])
         self._make_images(self.writer.layout.checked(self.state.tensors()))
 

@@ -9,11 +9,10 @@ What lies on the disk, and every point at which the power may fail: common/check
 
 import time
 from sysconfig import get_python_version
-from typing import NoReturn
 
 import torch
 
-from common.checkpoint import Damaged, Fence, Writer, checkpoints, put_sealed
+from common.checkpoint import Damaged, Fence, Writer, put_sealed
 from common.errors import UserError, may_pass, say
 from common.ledger import Ledger, named, newest_lives
 from common.options import Options, code_of, extra
@@ -79,12 +78,11 @@ class CheckpointStore:
         for folder in loaded.skipped:
             say(f"checkpoints/{folder.name}: put aside, the run goes on after step {state.progress.step}")
             self.writer.put_aside(folder)
-        self.writer.may_link = not loaded.skipped
+        self.writer.trusts_disk = not loaded.skipped
         if self.owns:
             self._tell_what_is_lost()
         if loaded.here:
             self.saver.saved = state.facts()
-            self.saver.prunes = self.owns and not loaded.skipped  # they are kept until a newer one is saved
         self.compare_replicas()
         if loaded.facts and self.owns:  # so that each folder has it
             self.save()
@@ -102,7 +100,9 @@ class CheckpointStore:
             if self.saver.bucket and not rank and not self.opts.is_bound:
                 self.fence.claim()
                 self.saver.bucket.fetch()
-            self.identity = identify(self.opts, self.fingerprint, self.code, self.world.device, self.writer)
+            self.identity = identify(
+                self.opts, self.fingerprint, self.code, self.world.device, self.writer.run
+            )
             if not self.fence.lock:
                 self.fence.claim()
             put_sealed(run_dir / "options.json", marked(self.identity))
@@ -141,46 +141,13 @@ class CheckpointStore:
         by_name = [tensors[name] for name in sorted(tensors)]  # a memory's have the order of its first step
         rows = gather(self.world, [fingerprint_of(by_name), step])
         odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
-        life_begins = self.saver.agreed < 0
-        if not odd:
-            # A wrong gradient of one rank goes into the sum, so replicas that all have it are equal, too.
-            # Where --cross-check looks for it, only its votes count, and the start of a life.
-            if life_begins or not self.opts.cross_check:
-                self.saver.agreed = step
-            return
-        if life_begins and not step:
-            self.roll_back(
-                UserError(
-                    f"model {self.opts.model}: the ranks have made different weights\n"
-                    "make them from --seed alone, not from the rank, the process or the time"
-                )
-            )
-        back_to = "the newest checkpoint" if life_begins else f"step {self.saver.agreed}, where all agreed"
-        self.roll_back(
-            RuntimeError(
-                f"step {step}: the weights of the replicas differ (ranks {odd} from the first); "
-                f"going back to {back_to}. Something else than the "
-                "optimizer's step on the summed gradient has changed them: a second optimizer, a line "
-                "that writes to them, other versions of a library, or a device that computes wrongly"
-            )
-        )
-
-    def roll_back(self, error: Exception) -> NoReturn:
-        """Ends this life: this state is not to be believed, nor what was saved since all ranks agreed."""
-        reason = error if isinstance(error, UserError) else UserError("the ranks' weights differ", code=1)
-        self.state.invalidate(reason)
-        self.saver.wait()
-        gone = []
-        for step, folder in checkpoints(self.opts.run_dir):
-            if self.owns and step > self.saver.agreed >= 0 and self.writer.put_aside(folder):
-                say(
-                    f"checkpoints/{folder.name}: saved after the ranks last agreed "
-                    f"(step {self.saver.agreed}); put aside"
-                )
-                gone.append(folder.name)
-        if self.saver.bucket and gone:
-            self.saver.bucket.end(*gone)
-        raise error
+        if odd:
+            state.invalidate(UserError("the ranks' weights differ", code=1))  # at once: nobody may save them
+            extra("differ")(self, odd)
+        # A wrong gradient of one rank goes into the sum, so replicas that all have it are equal, too.
+        # Where --cross-check looks for it, only its votes count, and the start of a life.
+        if self.saver.agreed < 0 or not self.opts.cross_check:
+            self.saver.agreed = step
 
     # ---- saving -----------------------------------------------------------------------------------
     @property

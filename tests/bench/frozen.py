@@ -17,6 +17,8 @@ import torch
 from checkpoint import store_of
 from torch import nn
 
+from common.checkpoint import Layout
+
 
 def trained_once(folder, mb, trained):
     """A store over a net with `mb` of frozen and `trained` MB of other weights."""
@@ -35,7 +37,8 @@ def main():
         stores = {
             way: trained_once(folder / way, args.mb, args.trained) for way in ("in one file", "frozen once")
         }
-        stores["in one file"].writer.layout.frozen = set()
+        in_one = stores["in one file"]
+        in_one.writer.layout = Layout(in_one.saver.state.tensors())
         for store in stores.values():
             store.saver.state.progress.step = 1
             store.save()

@@ -10,7 +10,7 @@ from ranks import fork_ranks
 from stores import announced_rescue, options, resumes_at, started, steps_of, write
 
 from common import place
-from common.checkpoint import fence
+from common.extras import owner
 
 
 def test_a_training_with_a_kill_on_a_slow_disk_ends_like_any_other(jobs, tmp_path):
@@ -51,6 +51,6 @@ def test_the_nodes_of_a_job_find_a_new_folder_to_be_one_and_any_of_them_saves_wh
 
         assert fork_ranks(2, live, node_size=1, may_die=[0]) == [1, "step 4 saved by rank 1"]
         monkeypatch.setattr(place, "_this_boot", lambda: "another machine")
-        monkeypatch.setattr(fence, "LEASE_SECONDS", 2.5)
+        monkeypatch.setattr(owner, "LEASE_SECONDS", 2.5)
         opts = options(fs.mounts[0])
         assert resumes_at(opts, 4) and steps_of(opts) == [4, 3]

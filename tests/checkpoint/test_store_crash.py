@@ -24,7 +24,7 @@ from stores import (
     save,
 )
 
-from common.checkpoint.folder import committed
+from common.checkpoint.folder import checkpoints
 from common.extras.audit import Audit
 from common.extras.chosen import describe
 from common.ledger.log import Metrics
@@ -188,14 +188,14 @@ def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_pa
                 seen.add(key)
                 if len(seen) % every == 0:
                     whole = min(announced, opts.keep)
-                    check(tmp_path / "state", tree, ordered, [last, coming], whole, images)
+                    check(tmp_path / "state/checkpoints", tree, ordered, [last, coming], whole, images)
     assert len(seen) >= 500
 
 
 def check(root, tree, ordered, allowed, whole, images):
     """Read the disk that a crash has left."""
     shutil.rmtree(root, ignore_errors=True)
-    root.mkdir()
+    root.mkdir(parents=True)
     for path, data in tree.items():
         if path.startswith("step-"):  # the rest is swept unread
             if data is None:
@@ -208,7 +208,7 @@ def check(root, tree, ordered, allowed, whole, images):
         assert images_are_at(images, facts["step"])
     assert facts in allowed, (facts, allowed)  # None: nothing, before the first was announced
     if ordered:  # as a journal keeps it: nothing that is named is damaged
-        lines = [describe(*choice) for choice in committed(root)]
+        lines = [describe(*choice) for choice in checkpoints(root.parent)]
         assert all(is_whole for is_whole, _ in lines) and len(lines) >= whole, lines
 
 

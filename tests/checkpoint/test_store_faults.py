@@ -29,10 +29,9 @@ from stores import (
 
 from common.checkpoint import disk, tensors, writer
 from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import checkpoints, committed
+from common.checkpoint.folder import checkpoints
 from common.errors import UserError
 from common.extras.chosen import describe
-from common.sealed import to_json
 from common.store.saver import MOST_FAILURES
 
 TRANSIENT = ("ENOMEM", "EIO", "ESTALE")
@@ -78,7 +77,7 @@ def impatient(monkeypatch):
 
 
 def names_in(root):
-    return [folder.name for _, folder in committed(root)]
+    return [folder.name for _, folder in checkpoints(root.parent)]
 
 
 @pytest.mark.parametrize("number", ["EIO", "ENOSPC"])
@@ -166,7 +165,7 @@ def test_what_no_start_would_read_is_a_failed_save_or_refused_at_the_start(tmp_p
     """It leaves the ones before in their place, and nothing in staging."""
     opts, _ = two_checkpoints(tmp_path)
     with a_life(opts) as life, monkeypatch.context() as patch:
-        patch.setattr(writer, "facts_to_json", lambda facts: to_json({"step": facts["step"]}))
+        patch.setattr(writer, "finite", lambda facts: {"step": facts["step"]})
         with pytest.raises(Damaged, match="state.json"):
             announced_rescue(life.store, 3)
         patch.undo()

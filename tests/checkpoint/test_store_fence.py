@@ -33,6 +33,8 @@ from stores import (
 
 from common.checkpoint import fence, writer
 from common.checkpoint.fence import Fenced
+from common.extras import owner
+from common.extras.differ import roll_back
 from common.ledger.log import Metrics
 from common.store import saver
 
@@ -49,8 +51,9 @@ def rank_0_dies(life):
 def elsewhere(patch):
     """Each process is from now on on a machine of its own."""
     real = fence.this_process
-    patch.setattr(fence, "this_process", lambda: real() | {"machine": f"machine of {os.getpid()}"})
-    patch.setattr(fence, "has_ended", lambda owner, name: False)
+    for module in (fence, owner):
+        patch.setattr(module, "this_process", lambda: real() | {"machine": f"machine of {os.getpid()}"})
+        patch.setattr(module, "has_ended", lambda holder, name: False)
 
 
 # ---- who owns the run ---------------------------------------------------------------------------------
@@ -102,7 +105,8 @@ def test_a_stopped_owner_is_taken_over_and_what_it_saves_or_logs_when_it_wakes_u
     assert steps_of(opts) == [1] and rows(opts.run_dir) == lines
 
 
-@mock.patch.multiple(fence, STALE_SECONDS=0.3, LEASE_SECONDS=4.0, MOVING_SECONDS=2.5, BEAT_SECONDS=1.0)
+@mock.patch.multiple(fence, STALE_SECONDS=0.3, BEAT_SECONDS=1.0)
+@mock.patch.multiple(owner, LEASE_SECONDS=4.0, MOVING_SECONDS=2.5)
 def test_another_machine_takes_over_after_a_lease_and_not_while_the_owners_moves_show_late(
     tmp_path, monkeypatch
 ):
@@ -114,7 +118,7 @@ def test_another_machine_takes_over_after_a_lease_and_not_while_the_owners_moves
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         with a_life(opts):
-            assert time.monotonic() - began > fence.LEASE_SECONDS - fence.BEAT_SECONDS
+            assert time.monotonic() - began > owner.LEASE_SECONDS - fence.BEAT_SECONDS
 
 
 def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypatch):
@@ -129,7 +133,8 @@ def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("stands_still", [True, False])
-@mock.patch.multiple(fence, STALE_SECONDS=2.5, SAME_JOB_SECONDS=3.0, LEASE_SECONDS=60.0)
+@mock.patch.multiple(fence, STALE_SECONDS=2.5)
+@mock.patch.multiple(owner, SAME_JOB_SECONDS=3.0, LEASE_SECONDS=60.0)
 def test_a_newer_life_of_the_same_job_has_the_run_in_the_end(tmp_path, monkeypatch, stands_still):
     """Its agents have given up a machine that they cannot reach: whether that one trains on or not."""
     opts = options(tmp_path)
@@ -144,7 +149,8 @@ def test_a_newer_life_of_the_same_job_has_the_run_in_the_end(tmp_path, monkeypat
             save(life, 1)
 
 
-@mock.patch.multiple(fence, STALE_SECONDS=0.1, LEASE_SECONDS=0.1)
+@mock.patch.multiple(fence, STALE_SECONDS=0.1)
+@mock.patch.multiple(owner, LEASE_SECONDS=0.1)
 def test_the_lock_file_may_hold_anything(tmp_path):
     opts, _ = two_checkpoints(tmp_path)
     for content in (b"", b"[" * 5000, os.urandom(3000), b'{"machine": 7, "process": [], "beat": {}}'):
@@ -255,7 +261,7 @@ def test_a_life_that_was_taken_over_puts_nothing_aside_and_does_not_say_so(tmp_p
         os.rename(life.store.writer.staging, tmp_path / "gone")
         life.store.saver.agreed = 1
         with pytest.raises(ZeroDivisionError):
-            life.store.roll_back(ZeroDivisionError())
+            roll_back(life.store, ZeroDivisionError())
     assert not said and sorted(os.listdir(life.store.fence.root)) == ["step-00000001", "step-00000002"]
 
 

@@ -26,6 +26,7 @@ from common.checkpoint.disk import Damaged
 from common.checkpoint.reader import read_manifest
 from common.extras.chosen import choose, weights_of
 from common.extras.exports import main
+from common.extras.frozen import FrozenLayout
 
 STILL = {"still.weight", "still.bias", "still_too.weight"}
 
@@ -86,8 +87,8 @@ def test_what_stands_still_may_be_another_in_the_next_life(tmp_path, monkeypatch
     opts = options(tmp_path)
     digests = set()
     for k, frozen in enumerate((False, True, False)):
-        layout = Layout if frozen else lambda tensors, frozen: Layout(tensors, set())
-        monkeypatch.setattr("common.store.load.Layout", layout)
+        layout = FrozenLayout if frozen else lambda tensors, frozen: Layout(tensors)
+        monkeypatch.setattr("common.extras.frozen.FrozenLayout", layout)
         with a_life(opts, Adapted()) as life:
             assert k == 0 or is_at(life.state, 1)
             life.state.progress.record = {"step": k}

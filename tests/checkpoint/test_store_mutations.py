@@ -54,21 +54,21 @@ MUTANTS = {
         (*FSYNC, 1),
     ),
     "a weight that moved is linked": (
-        "checkpoint.writer:Writer._linked",
-        "table == tensors.table_of(frozen)",
+        "extras.frozen:FrozenLayout.linked",
+        "table == table_of(frozen)",
         "True",
         FROZEN,
     ),
     "what has shown damage is linked": (
         "checkpoint.writer:Writer.read_back",
-        "self.may_link = False",
+        "self.trusts_disk = False",
         "pass",
         ("frozen", "damage_of_the_one_file_is_found_by_the_next_save_and_made_good_by_the_one_after_it"),
     ),
     # what is believed
     "the hash is not compared": (
-        "checkpoint.tensors:read_file",
-        "digest.hexdigest() != stated",
+        "checkpoint.disk:compare_hash",
+        "found != stated",
         "False",
         BITS,
     ),
@@ -87,8 +87,8 @@ MUTANTS = {
     ),
     "received bytes are not compared": (
         "extras.relay:relay",
-        "sha(data) == stated",
-        "bool(sha(data))",
+        "sha(piece.numpy()) == stated",
+        "bool(sha(piece.numpy()))",
         RELAY,
     ),
     # who may write
@@ -113,8 +113,8 @@ MUTANTS = {
         RETRIED,
     ),
     "what diverged stays": (
-        "store.store:CheckpointStore.roll_back",
-        "self.writer.put_aside(folder)",
+        "extras.differ:roll_back",
+        "store.writer.put_aside(folder)",
         "None",
         DIFFER,
     ),

@@ -12,6 +12,7 @@ from s3 import server
 from stores import Adapted, a_life, announced_rescue, is_at, options, refused, resumes_at, save
 
 from common.extras.bucket import Bucket
+from common.extras.differ import roll_back
 from tests.chaos.checks import digest
 
 pytest.importorskip("s3fs")
@@ -240,5 +241,5 @@ def test_what_a_survivor_has_saved_is_copied_by_the_next_life_and_withdrawn_with
         until((tmp_path / "copy/checkpoints/step-00000002/manifest.json").exists, "its copy")
         life.store.saver.agreed = 1
         with pytest.raises(RuntimeError):
-            life.store.roll_back(RuntimeError("the replicas differ"))
+            roll_back(life.store, RuntimeError("the replicas differ"))
     assert resumes_at(machine(tmp_path, "second"), 1)

@@ -21,7 +21,7 @@ from torch import nn
 from common.checkpoint import Layout
 from common.checkpoint.disk import Damaged
 from common.checkpoint.fence import Fenced
-from common.checkpoint.folder import checkpoints, committed
+from common.checkpoint.folder import checkpoints
 from common.checkpoint.reader import read_facts, read_manifest
 from common.checkpoint.tensors import Image, read_file, size_of
 from common.errors import UserError
@@ -122,7 +122,15 @@ def new_store(opts, world=None, fingerprint="f" * 64):
 def heard(said):
     """Inside, what the store says goes into this list, if it is one."""
     with contextlib.ExitStack() as stack:
-        for name in ("store.store", "store.identity", "store.load", "store.saver", "checkpoint.fence"):
+        for name in (
+            "store.store",
+            "store.load",
+            "store.saver",
+            "extras.changed",
+            "extras.differ",
+            "extras.owner",
+            "extras.take_over",
+        ):
             tell = (lambda text: None) if said is None else said.append
             stack.enter_context(mock.patch(f"common.{name}.say", tell))
         yield
@@ -218,9 +226,9 @@ def images_for(opts, net=None):
 def load_into(images, root, said=None):
     """What load_newest finds in the folder; it reads into the views of these images."""
     tensors = {kind: image.views for kind, image in images.items()}
-    layout = Layout(tensors, set())
+    layout = Layout(tensors)
     with heard(said):
-        found = load_newest(world_of_one(), layout, "", committed(root), True)
+        found = load_newest(world_of_one(), layout, "", checkpoints(root.parent), True)
     for name, tensor in layout.remembered.items():
         images["optimizer"].views[name].copy_(tensor)
     return found
