@@ -43,7 +43,7 @@ class VotedGradient(SliceGradient):
         elif len(self.votes) == 1:
             self.parts.append(self.piece)
         else:
-            self.odd = odd_ranks(*self.votes, self.number, self.state, self.world)
+            self.odd = self._odd_ranks()
 
     def _backward(self, loss, totals):
         if not self.piece or not self.is_last:
@@ -51,27 +51,34 @@ class VotedGradient(SliceGradient):
             return
         size = self.batch.size
         tail = self.slices.measured(self.number, len(self.ids) / size, totals)
-        self.bits = bits_of(self.slices, self.state.scaler.scale(loss / size), tail)
+        output = self.state.scaler.scale(loss / size)
+        gradients = torch.autograd.grad(output, self.slices.params, materialize_grads=True)
+        self.bits = fingerprint_of([*gradients, tail])
+
+    def _odd_ranks(self):
+        """Say which ranks compute the slice with other bits than most."""
+        votes, again = self.votes
+        bits, count = Counter(votes + again).most_common(1)[0]
+        ranks = range(self.world.size)
+        odd = [rank for rank in ranks if {votes[rank], again[rank]} != {bits}]
+        if count <= len(ranks):  # no majority: it may be any of them
+            odd = ranks
+        hosts = gather(self.world, socket.gethostname())
+        names = " or ".join(f"rank {rank} (host {hosts[rank]})" for rank in odd)
+        step = self.state.progress.step + 1
+        return f"step {step}: {names} computes slice {self.number} with other bits than another rank"
 
 
 def count_votes(store, odd):
     """Let all ranks agree on this step, or end the run if `odd` names one of them."""
     if odd:
-        roll_back(
-            store,
-            UserError(
-                f"{odd}; going back to step {store.saver.agreed} or before, on which ranks agreed\n"
-                "keep the run off that device, then start the same command again",
-                code=7,
-            ),
+        error = UserError(
+            f"{odd}; going back to step {store.saver.agreed} or before, on which ranks agreed\n"
+            "keep the run off that device, then start the same command again",
+            code=7,
         )
+        roll_back(store, error)
     store.saver.agreed = store.state.progress.step
-
-
-def bits_of(slices, output, tail):
-    """Return the bits of a slice's gradient, which is not added."""
-    gradients = torch.autograd.grad(output, slices.params, materialize_grads=True)
-    return fingerprint_of([*gradients, tail])
 
 
 def voted_slice(opts, step):
@@ -88,14 +95,3 @@ def voted_piece(split, state):
     alone.set_epoch(progress.epoch, progress.position)
     batch = next(batches(split, alone, opts))
     return (v, batch.ids, batch.data) if batch.ids else None
-
-
-def odd_ranks(votes, again, v, state, world):
-    """Return the ranks that compute slice v with other bits than most, in words."""
-    bits, count = Counter(votes + again).most_common(1)[0]
-    odd = [rank for rank in range(world.size) if {votes[rank], again[rank]} != {bits}]
-    if count <= world.size:  # no majority: it may be any of them
-        odd = list(range(world.size))
-    hosts = gather(world, socket.gethostname())
-    names = " or ".join(f"rank {rank} (host {hosts[rank]})" for rank in odd)
-    return f"step {state.progress.step + 1}: {names} computes slice {v} with other bits than another rank"

@@ -1,14 +1,10 @@
-"""A server of S3's protocol (moto) as a process of its own, and a hand on it: `with server(folder) as s3`.
-
-It can hold what is sent to it in the middle of a request, so that a test kills a sender there.
-"""
+"""A server of S3's protocol (moto) as a process of its own: `with server(folder) as s3`."""
 
 import contextlib
 import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -58,15 +54,6 @@ class S3:
         """The keys that were sent up to here, in order: copies inside of the bucket are no sends."""
         return (self.folder / "sent").read_text().split()
 
-    @contextlib.contextmanager
-    def holding(self, text):
-        """Inside, the first PUT of a key with this text gets no answer; yields: does it wait?"""
-        (self.folder / "hold").write_text(text)
-        try:
-            yield (self.folder / "held").exists
-        finally:
-            (self.folder / "held").unlink()
-
 
 @contextlib.contextmanager
 def server(folder):
@@ -90,11 +77,6 @@ def serve(folder):
     def seen(environ, respond):
         path = environ["PATH_INFO"]
         if environ["REQUEST_METHOD"] == "PUT":
-            hold = folder / "hold"
-            if hold.exists() and hold.read_text() in path:
-                held = hold.rename(folder / "held")
-                while held.exists():
-                    time.sleep(0.01)
             if "HTTP_X_AMZ_COPY_SOURCE" not in environ:
                 with open(folder / "sent", "a") as file:
                     print(path.removeprefix(f"/{BUCKET}/"), file=file)
