@@ -65,7 +65,7 @@ def test_each_second_is_in_one_bucket_also_those_of_a_life_whose_rank_0_was_kill
     write(tmp_path, *KILLED)
     facts = summarize(tmp_path)
     assert facts["buckets"] == dict(zip(BUCKETS, [1, 0, 12 + 10, 14, 20, 11, 1, 24, 6, 2], strict=True))
-    assert facts["goodput"] == 20 / 101
+    assert sum(facts["buckets"].values()) == facts["wall_s"] == 101 and facts["goodput"] == 20 / 101
 
 
 def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path):
@@ -298,17 +298,9 @@ def test_the_page_of_a_run_holds_its_curves_deaths_and_lives_and_asks_for_nothin
     data = json.loads(text.partition("const run = ")[2].partition("\n")[0])
     assert data["rows"][0]["loss"] == 0.5 and 2000 < len(data["rows"]) <= 4000
     assert [len(data[name]) for name in ("lives", "deaths", "rescues")] == [2, 1, 1]
-    assert [data["buckets"]["paused"], data["buckets"]["down"]] == [1, 0]
+    for buckets in (data["buckets"], data["lives"][1]["buckets"]):
+        assert (buckets["paused"], buckets["down"]) == (1, 0)
     assert text.count("http") == 1 and "src=" not in text  # the name space of SVG
-
-
-@pytest.mark.parametrize("job, paused, down", [("j", 0, 1), ("another", 1, 0)])
-def test_the_seconds_until_the_next_command_was_typed_are_no_price_of_a_death(tmp_path, job, paused, down):
-    write(tmp_path, *(event | ({"job": job} if event.get("life") == "bb" else {}) for event in KILLED))
-    facts = summarize(tmp_path)
-    for buckets in (facts["buckets"], facts["lives"][1]["buckets"]):
-        assert (buckets["paused"], buckets["down"]) == (paused, down)
-    assert sum(facts["buckets"].values()) == facts["wall_s"] == 101
 
 
 def test_events_are_private_lines_a_torn_one_joins_no_other_and_a_planted_link_is_not_followed(
