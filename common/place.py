@@ -116,7 +116,7 @@ def note_start(trains: bool = False) -> None:
 
 
 def die_with_the_parent() -> None:
-    """Lets the kernel end this process when its parent dies: the agent, or its fork server.
+    """Let the kernel end this process when its parent dies: the agent, or its fork server.
 
     Workers of a SIGKILLed agent would go on training: after the next start a run would have two ranks 0.
     """
@@ -131,7 +131,7 @@ def die_with_the_parent() -> None:
 
 # ---- machines and processes -----------------------------------------------------------------------
 def _this_boot():
-    """Names the boot and the container in which a pid is unique."""
+    """Name the boot and the container in which a pid is unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -208,7 +208,7 @@ def how_killed(pid: int) -> str:
 
 
 def began() -> float:
-    """When this process has begun, by the wall clock; now, if there is no /proc."""
+    """Return when this process has begun, by the wall clock; now, if there is no /proc."""
     ticks = start_of(os.getpid())
     if ticks is None:
         return time.time()

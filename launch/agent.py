@@ -65,12 +65,12 @@ SOON_SECONDS = 10
 
 
 def tell(text):
-    """Prints a line of the launcher's own."""
+    """Print a line of the launcher's own."""
     say(text, sys.stderr)
 
 
 def codes_of(life):
-    """The exit codes of its processes; None of one that runs."""
+    """Return the exit codes of its processes; None of one that runs."""
     return [handler.proc.poll() for handler in life.subprocess_handlers.values()]
 
 
@@ -117,7 +117,7 @@ class Forks(processes_api.SubprocessContext):
             self.subprocess_handlers[rank] = Fork(process)
 
     def _poll(self):
-        """Tells the survivors on this machine who was killed: see `how_killed` in common/place.py."""
+        """Tell the survivors on this machine who was killed: see `how_killed` in common/place.py."""
         notes = Path(self.error_files[0]).parents[2]
         for rank, code in enumerate(codes_of(self)):
             if code and code < 0:
@@ -126,7 +126,7 @@ class Forks(processes_api.SubprocessContext):
         return super()._poll()
 
     def _close(self, death_sig, timeout):
-        """Asks all to end, and waits as long as a save may take."""
+        """Ask all to end, and wait as long as a save may take."""
         with self.closing:  # two threads that wait for one process would read its exit code by halves
             super()._close(death_sig, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
 
@@ -141,11 +141,11 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
     @property
     def codes(self):
-        """Exit codes of the newest life."""
+        """Return the exit codes of the newest life."""
         return {*codes_of(self._pcontext)} - {None} if self._pcontext else set()
 
     def _rendezvous(self, group):
-        """The start of a life: finds the other machines, if there may be some."""
+        """Begin a life: find the other machines, if there may be some."""
         if self.meets_others:
             self.meet(group)
         else:
@@ -153,7 +153,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         self.started = time.monotonic()
 
     def meet(self, group):
-        """Meets again if a machine came and died; torch's own agents would all give up."""
+        """Meet again if a machine came and died; torch's own agents would all give up."""
         store = self._rdzv_handler._store
         store.set_timeout(ANSWER)
         while True:
@@ -172,7 +172,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 tell("torchrun: a machine came and does not answer, meeting again")
 
     def log_departures(self, group):
-        """Ranks know only that one of another machine has ended."""
+        """Log who has left: ranks know only that one of another machine has ended."""
         came = {node.addr for node in self.state.participants}
         gone = sorted(self.came - came)
         if gone and group.group_rank == 0:
@@ -180,7 +180,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         self.came = came
 
     def refuse_if_different(self, store):
-        """Compares a machine that comes with those that are there: its ranks would end them all."""
+        """Compare a machine that comes with those that are there: its ranks would end them all."""
         self._rdzv_handler.num_nodes_waiting()  # reads the state
         if self.came:
             return
@@ -198,7 +198,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 )
 
     def refuse_another_clock(self):
-        """By a clock that is ahead the others are dead: this machine would throw them out.
+        """Refuse a clock that is ahead: by it the others are dead, and this machine would throw them out.
 
         A heartbeat has the time of its machine; if it seems to be too old, or to come, the next one tells.
         """
@@ -219,12 +219,12 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             time.sleep(0.1)
 
     def beats(self):
-        """{machine: the time of its last heartbeat}; `state` lacks those that seem to be dead."""
+        """Return {machine: the time of its last heartbeat}; `state` lacks those that seem to be dead."""
         found = self._rdzv_handler._state_holder._backend.get_state()
         return dynamic_rendezvous.pickle.loads(found[0]).last_heartbeats if found else {}
 
     def _monitor_workers(self, group):
-        """Restarts ranks that wait at their start for a dead machine; later they notice by themselves."""
+        """Restart ranks that wait at their start for a dead machine; later they notice by themselves."""
         result = super()._monitor_workers(group)
         if result.is_failed():
             self.log_failure(result)
@@ -238,7 +238,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         return result
 
     def log_failure(self, result):
-        """Prints which process has ended first; ends the job if another life cannot mend it.
+        """Print which process has ended first; end the job if another life cannot mend it.
 
         A survivor saves, and prints the death with what it saved; without one it is printed here.
         """
@@ -258,7 +258,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             tell(f"{death}, starting again")
 
     def notes(self, what):
-        """Files of this machine's ranks in this life: one that starts may still wait for others."""
+        """List files of this machine's ranks in this life: one that starts may still wait for others."""
         restart = self._worker_group.spec.max_restarts - self._remaining_restarts
         return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(f"{what}-{restart}-*")]
 
@@ -295,13 +295,13 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         return result
 
     def _shutdown(self, *asked, **settings):
-        """Asks all to end, and waits for their saves; `asked` is the signal, if one has come."""
+        """Ask all to end, and wait for their saves; `asked` is the signal, if one has come."""
         if asked:
             Signals.handled.set()
         super()._shutdown(*asked, **settings)
 
     def leave(self):
-        """The others train on: by itself torch would end the job for all machines."""
+        """Leave, so that the others train on: by itself torch would end the job for all machines."""
         self._rdzv_handler._close = lambda: None
         thread = threading.Thread(target=self.leave_rendezvous, daemon=True)  # a silent store does not answer
         thread.start()
@@ -339,7 +339,7 @@ class RendezvousUnpickler(pickle.Unpickler):
 
 
 def replace_names():
-    """What of torch's is replaced for all agents of this process."""
+    """Replace names of torch's inside for all agents of this process."""
     launcher_api.LocalElasticAgent = Agent
     dynamic_rendezvous.pickle = RendezvousUnpickler
     # In two containers both agents can have the same name and the same process number.
@@ -357,7 +357,7 @@ def replace_names():
 
 
 def watch_signals(folder):
-    """Handles a signal on a thread as long as a silent store keeps the main thread in C."""
+    """Handle a signal on a thread as long as a silent store keeps the main thread in C."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -378,14 +378,14 @@ def watch_signals(folder):
 
 
 def code_of_a_stop():
-    """The exit code of a launcher that was asked to end."""
+    """Return the exit code of a launcher that was asked to end."""
     codes = Agent.newest.codes if Agent.newest else set()
     unsaved = {1, -signal.SIGKILL} & codes and STOPPED not in codes
     return min(codes & FINAL, default=1 if unsaved else STOPPED)
 
 
 def facts_of(options):
-    """{name: value} that all machines of a job must have, as far as it is known without the training."""
+    """Return {name: value} that all machines must have in common, so far as known without the training."""
     files = sorted(Path(__file__).parents[1].glob("common/**/*.py"))
     code = sha(b"".join(map(Path.read_bytes, files)))[:12]
     facts = {"python": platform.python_version(), "torch": torch.__version__, "code": code}
@@ -393,7 +393,7 @@ def facts_of(options):
 
 
 def silence_torchs_logs():
-    """The agent's own logs say in pages what is said here in a line."""
+    """Silence the agent's own logs, which say in pages what is said here in a line."""
     for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
@@ -401,12 +401,12 @@ def silence_torchs_logs():
 
 
 def refuse(message):
-    """In place of a page of usage."""
+    """Raise an error of three lines in place of a page of usage."""
     raise ValueError(message)
 
 
 def settle(args, folder):
-    """Fills in what a person has left open; `folder` is temporary."""
+    """Fill in what a person has left open; `folder` is temporary."""
     if args.log_dir in (None, "", os.devnull):
         args.log_dir = folder  # else torchrun leaves a folder behind at every start, or has none for notes
     machines = int(args.nnodes.rpartition(":")[2])
@@ -426,7 +426,7 @@ def settle(args, folder):
 
 
 def address_towards(endpoint):
-    """This machine's address towards HOST:PORT, for its own name may be a loopback, as on Debian; or None."""
+    """Find this machine's address towards HOST:PORT: its own name may be a loopback, as on Debian."""
     host, _, port = endpoint.rpartition(":")
     with suppress(OSError, ValueError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port) % 65536))  # sends nothing
@@ -436,7 +436,7 @@ def address_towards(endpoint):
 
 
 def serve(arguments: list[str], folder: str, options: Options | None) -> int:
-    """torchrun with these arguments; returns the exit code."""
+    """Run torchrun with these arguments; return the exit code."""
     replace_names()
     watch_signals(folder)
     if "LOGLEVEL" not in os.environ:
@@ -461,14 +461,14 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
 
 
 def start_forks(start_method, numa_options, **settings):
-    """In place of torch's start_processes."""
+    """Start processes as forks, in place of torch's start_processes."""
     forks = Forks(**settings)
     forks.start()
     return forks
 
 
 def serve_config(config, command, words):
-    """Runs the agent, again if the store ends; returns the exit code."""
+    """Run the agent, again if the store ends; return the exit code."""
     while True:
         Agent.newest = None
         try:
@@ -488,7 +488,7 @@ def serve_config(config, command, words):
 
 
 def not_met(error, config):
-    """Why the machines did not find each other, in three lines."""
+    """Say in three lines why the machines did not find each other."""
     job = f"job {config.run_id} at {config.rdzv_endpoint}"
     if isinstance(error, RendezvousClosedError):
         return f"{job} is over: it is complete\nto train on, start all machines again with a new --rdzv_id"

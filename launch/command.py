@@ -9,7 +9,7 @@ NPROC = "(--nproc(?:[-_]per[-_]node)?[=\0])[0-9]+"  # in a command whose words a
 
 
 def run_tool(tool: Callable, doc: str, arguments: list[str], **options: tuple) -> int:
-    """The exit code of tool(args): `args.command`, and `options`, {name: (default, help)}."""
+    """Return the exit code of tool(args): `args.command`, and `options`, {name: (default, help)}."""
     return run_command(lambda: tool(read_command(doc, arguments, **options)))
 
 

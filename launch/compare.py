@@ -47,7 +47,7 @@ def sketch_of(tensor: torch.Tensor) -> Sketch:
 
 @functools.cache
 def signs(count):
-    """As many random signs, the same ones each time; not by torch, whose draws may be silenced."""
+    """Return as many random signs, the same ones each time; not by torch, whose draws may be silenced."""
     return torch.from_numpy(np.random.default_rng(count).integers(0, 2, count, dtype=np.int8) * 2 - 1)
 
 
@@ -60,7 +60,7 @@ def apart(one, other):
 
 
 def parted(one: dict, other: dict, rounded: dict | None = None) -> Gap | None:
-    """The first place with other bits; with `rounded`, which differs by rounding alone: that is far apart."""
+    """Find the first place with other bits; with `rounded`, which rounding alone has changed: far apart."""
     for step in sorted(one.keys() & other.keys()):
         led = (rounded or one).get(step, {})
         growth = grown(one[step], led)
@@ -78,7 +78,7 @@ def parted(one: dict, other: dict, rounded: dict | None = None) -> Gap | None:
 
 
 def grown(sketches, rounded):
-    """How far rounding leads in the middle tensor, as a part of it: there may be chaos."""
+    """Measure how far rounding leads in the middle tensor, as a part of it: there may be chaos."""
     led = [
         apart(sketch, rounded.get(name, sketch)) / (sketch.size or 1.0) for name, sketch in sketches.items()
     ]

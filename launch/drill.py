@@ -41,7 +41,7 @@ def main(arguments):
 
 
 def drill(args):
-    """Both runs and the table; returns the exit code."""
+    """Make both runs and the table; return the exit code."""
     run = complete(args.command)
     calm = run.with_name(f"{run.name}-undisturbed")
     lives = lives_of(run)
@@ -56,7 +56,7 @@ def drill(args):
 
 @contextmanager
 def started(command, **how):
-    """A process that the drill ends before it ends itself, when it is told to."""
+    """Start a process that the drill ends before it ends itself, when it is told to."""
     job = subprocess.Popen(command, **how)
     try:
         yield job
@@ -66,7 +66,7 @@ def started(command, **how):
 
 
 def complete(command):
-    """Runs a command to its end; the folder of its run, as its last line names it."""
+    """Run a command to its end; return the folder of its run, as its last line names it."""
     found = None
     with started(command, stdout=subprocess.PIPE, text=True) as job:
         for line in job.stdout:
@@ -79,7 +79,7 @@ def complete(command):
 
 
 def disturb(command, run, moments, then):
-    """Runs the command with a fault at each of these steps; returns when processes were killed.
+    """Run the command with a fault at each of these steps; return when processes were killed.
 
     A life has one fault at most, after its first step. `moments` keeps those that did not strike.
     """
@@ -115,7 +115,7 @@ def disturb(command, run, moments, then):
 
 
 def report(calm, run, kills, missing):
-    """Prints the table; returns the exit code."""
+    """Print the table; return the exit code."""
     from common.extras.chosen import weights_of  # imports torch
 
     lives = lives_of(run)

@@ -54,7 +54,7 @@ def gcp():
 
 
 def azure():
-    """It may announce the end of another machine of the same set, or a pause of some seconds (Freeze)."""
+    """Ask Azure: it may announce the end of another machine of the same set, or a pause (Freeze)."""
     ends = ("Preempt", "Terminate", "Reboot", "Redeploy")
     metadata = {"Metadata": "true"}
     events = json.loads(ask("metadata/scheduledevents?api-version=2020-07-01", metadata))["Events"]
@@ -87,7 +87,7 @@ def main():
 
 
 def watch(process, file):
-    """Until the process has ended, or is asked to."""
+    """Watch until the process has ended, or is asked to."""
     reported = set()
     while not select.select([process], [], [], EVERY_SECONDS)[0]:
         cloud, notice = ("", f"{file} is there") if file and file.exists() else look()
@@ -102,7 +102,7 @@ def watch(process, file):
 
 
 def look():
-    """(the cloud that answers, what it announces), each empty if there is none."""
+    """Return (the cloud that answers, what it announces), each empty if there is none."""
     for name, cloud in CLOUDS.items():
         # another cloud's words, or none at all
         with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):

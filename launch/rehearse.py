@@ -78,7 +78,7 @@ def main(arguments):
 
 
 def rehearse_command(args):
-    """Prints what came of the script of a command; returns the exit code."""
+    """Print what came of the script of a command; return the exit code."""
     script = script_of(args.command)
     import_what_it_needs(script)
     with tempfile.TemporaryDirectory(prefix="rehearse-") as folder:
@@ -87,7 +87,7 @@ def rehearse_command(args):
 
 
 def script_of(command):
-    """The script and its flags, without what starts it."""
+    """Return the script and its flags, without what starts it."""
     words = [word for word in command if Path(word).resolve().parent != ROOT / "launch"]
     script = words[find_script(words) :]
     if script:
@@ -99,7 +99,7 @@ def script_of(command):
 
 
 def import_what_it_needs(script):
-    """Libraries that it imports, and data of this project: each process then begins with them."""
+    """Import libraries that it needs, open data of this project: each process then begins with them."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # other threads do not survive a fork
     path = Path(script[0]).resolve()
     opts = check_options(script, processes=0)
@@ -119,7 +119,7 @@ def import_what_it_needs(script):
 
 # ---- what runs, and what it says ----
 def rehearse(script, folder, accept=""):
-    """Says what came of it, and returns the key of this program; a UserError says what is wrong in it."""
+    """Say what came of it, and return the key of this program; a UserError says what is wrong in it."""
     from launch.compare import LIMIT, grown, parted
 
     run = partial(run_of, script, folder)
@@ -134,7 +134,7 @@ def rehearse(script, folder, accept=""):
         say(f"note: one ulp grows to 0.1 % of a weight by step {chaos[0]}: compared up to there")
 
     def far(name, steps):
-        """Where they part from the whole run, by more than rounding, and than what DDP does, too."""
+        """Find where they part from the whole run, by more than rounding, and than what DDP does, too."""
         gap = parted(whole, steps, rounded)
         if gap:
             calm, noise, steps = (run(name, most, calm=1) for name in ("whole", "rounded", name))
@@ -172,14 +172,14 @@ def rehearse(script, folder, accept=""):
 
 
 def tell(family, gap, accept=""):
-    """Ends the rehearsal where two runs part, unless that is accepted."""
+    """End the rehearsal where two runs part, unless that is accepted."""
     if gap and family != accept:
         raise UserError(FAMILIES[family].format(gap=gap), code=1)
 
 
 # ---- the processes of a run ----
 def run_of(script, folder, name, most=1, **change):
-    """What rank 0 has noted, {step: {name: Sketch}}, in a run of this name by `most` processes or fewer."""
+    """Return what rank 0 notes, {step: {name: Sketch}}, in this run by `most` processes or fewer."""
     from launch.compare import parted
 
     shutil.rmtree(folder)
@@ -209,7 +209,7 @@ def run_of(script, folder, name, most=1, **change):
 
 
 def live(script, place, folder, does):
-    """A process from its fork to its end: Watched, or Plain, stands in the place of Elastic."""
+    """Live as a process from its fork to its end: Watched, or Plain, stands in the place of Elastic."""
     import common.elastic
     from launch.rehearsed import Plain, Watched
     from launch.worker import work
@@ -226,7 +226,7 @@ def live(script, place, folder, does):
 
 
 def noted(path):
-    """What a process has noted, up to its death."""
+    """Read what a process has noted, up to its death."""
     steps = {}
     with suppress(EOFError, pickle.UnpicklingError), open(path, "rb") as file:
         while True:

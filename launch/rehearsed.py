@@ -41,7 +41,7 @@ class Watched(common.elastic.Elastic):
     """The loop, with notes of each step."""
 
     def _join(self):
-        """On few samples."""
+        """Join on few samples."""
         opts = self.opts
         key = rehearsal_key(opts)
         self.data = self.data or common.elastic.load_data(opts, self.sets)
@@ -71,7 +71,7 @@ class Watched(common.elastic.Elastic):
         self.note("report", {}, self.progress.evaluated)
 
     def note(self, what, tensors, row):
-        """These tensors, and numbers of the log, which is rank 0's; the last process strikes."""
+        """Note these tensors, and numbers of the log, which is rank 0's; the last process strikes."""
         step = self.progress.step
         if self.world.rank == 0:
             tensors |= {ROW + name: torch.tensor([value], dtype=torch.float32) for name, value in row.items()}
@@ -83,7 +83,7 @@ class Watched(common.elastic.Elastic):
         self.move()
 
     def move(self):
-        """Each weight by one ulp, in a run that shows how far rounding leads."""
+        """Move each weight by one ulp, in a run that shows how far rounding leads."""
         for p in self.net.parameters() if "ulp" in self.does else ():
             one = signs(p.numel()).view(p.shape).to(p.device)
             p.data.mul_(1 + torch.finfo(p.dtype).eps * one)

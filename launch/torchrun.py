@@ -56,12 +56,12 @@ LONGEST_PLACE = 40  # characters; the fork server's socket lies below, and the k
 
 
 def main(arguments):
-    """Returns the exit code."""
+    """Return the exit code."""
     return run_command(lambda: launch_in_a_folder(arguments), "")
 
 
 def launch_in_a_folder(arguments):
-    """The folder holds the fork server's socket, the agent's notes, and logs of processes."""
+    """Launch in a folder with the fork server's socket, the agent's notes, and logs of processes."""
     with blamed("the launcher needs a temporary folder", "give TMPDIR one that can be written to"):
         place = tempfile.gettempdir()
         if len(place) >= LONGEST_PLACE:
@@ -72,7 +72,7 @@ def launch_in_a_folder(arguments):
 
 
 def launch(arguments, folder):
-    """Checks the training's options and starts its imports; then torchrun's agent takes over."""
+    """Check the training's options and start its imports; then torchrun's agent takes over."""
 
     def stop(*_):
         shutil.rmtree(folder, ignore_errors=True)
@@ -109,7 +109,7 @@ def launch(arguments, folder):
 
 
 def find_script(arguments):
-    """Where the script stands among torchrun's words; their number if there is none."""
+    """Find where the script stands among torchrun's words; their number if there is none."""
     for position, word in enumerate(arguments):
         if word.endswith(".py") and Path(word).is_file():
             return position
@@ -117,7 +117,7 @@ def find_script(arguments):
 
 
 def glance(words):
-    """(how many processes torchrun will start, what else it is asked), before torch is imported.
+    """Return (how many processes torchrun will start, what else it is asked), before torch is imported.
 
     0 if only torchrun knows (several machines, one per GPU). Its own parser reads all options later.
     """
@@ -133,7 +133,7 @@ def glance(words):
 
 
 def check_options(script, processes):
-    """Refuses a wrong flag of the training; None for a script that has flags of its own, or none."""
+    """Refuse a wrong flag of the training; None for a script that has flags of its own, or none."""
     sys.argv = script
     text = Path(script[0]).read_bytes()
     if b"parse_options" not in text:
@@ -142,7 +142,7 @@ def check_options(script, processes):
 
 
 def line_if_complete(options):
-    """What each process would say of a complete run; nothing if there is something to train.
+    """Return what each process would say of a complete run; nothing if there is something to train.
 
     Reads the ledger's last life alone: a long run has thousands.
     """
@@ -153,7 +153,7 @@ def line_if_complete(options):
 
 
 def start_importing(script, options, folder):
-    """Starts the fork server, which imports beside us; a script of one's own may lack the guard of `main`."""
+    """Start the fork server, which imports beside us; a script of one's own may lack the guard of `main`."""
     tempfile.tempdir = folder  # of multiprocessing, which would leave its own behind
     # else each process would run this file again, as it is by then
     vars(sys.modules["__main__"]).update(__file__=None, __spec__=None)

@@ -26,7 +26,7 @@ A_PEER = re.compile("Connection (closed|reset)|Dist(Network|Store)Error")  # has
 
 
 def preload(script: str, module: str, options: dict) -> None:
-    """Reads a user's files, imports the training, draws its data: each process then begins with all three.
+    """Read a user's files, import the training, draw its data: each process then begins with all three.
 
     Nothing here may start a thread, which a fork would lack, or touch a GPU, which a fork could not use.
     """
@@ -48,7 +48,7 @@ def preload(script: str, module: str, options: dict) -> None:
 
 
 def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[str]) -> None:
-    """Does what `python -u COMMAND` does, with files in place of stdout and stderr if any are named."""
+    """Do what `python -u COMMAND` does, with files in place of stdout and stderr if any are named."""
     os.setsid()  # Ctrl-C reaches the agent, and through it the processes
     os.environ.update(environment)
     # else the fork server, whose death ends this process, would outlive a killed agent

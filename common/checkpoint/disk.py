@@ -34,7 +34,7 @@ def compare_hash(name, found, stated, place=""):
 
 # ---- reading ------------------------------------------------------------------------------------------
 def patient(read):
-    """Repeats a read that ends with an OSError, which may be gone in seconds; those in WRONG are Damaged."""
+    """Repeat a read that ends with an OSError, which may be gone in seconds; those in WRONG are Damaged."""
 
     @functools.wraps(read)
     def again(*args, **kwargs):
@@ -144,7 +144,7 @@ def put_sealed(path: Path, value: dict) -> None:
 
 
 def sync_folder(path):
-    """Syncs the names in a folder: only then is a rename on the disk."""
+    """Sync the names in a folder: only then is a rename on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -162,7 +162,7 @@ def make_folder(folder):
 
 
 def sync_lines(run_dir, life):
-    """Syncs what this machine's processes have logged of the run; a log that cannot be synced is no error."""
+    """Sync what this machine's processes have logged of the run; a log that cannot be synced is no error."""
     notes = run_dir / "audit" / life
     # the folders, too, for the names in them
     for path in (*run_dir.glob("*.jsonl"), *notes.glob("*"), notes, notes.parent, run_dir):

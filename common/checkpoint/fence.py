@@ -106,7 +106,7 @@ class Lock:
             self.thread.start()
 
     def rename(self, path):
-        """Takes a name, also from another process."""
+        """Take a name, also from another process."""
         try:
             os.rename(self.path, path)
         except OSError:
@@ -131,7 +131,7 @@ class Lock:
         return False
 
     def close(self):
-        """Writes that this process has left: a new owner need not wait."""
+        """Write that this process has left: a new owner need not wait."""
         if self.stop.is_set():
             return
         self.stop.set()
@@ -178,7 +178,7 @@ class Fence:
         return True
 
     def claim(self) -> None:
-        """Takes the run, or raises UserError with the owner's name."""
+        """Take the run, or raise a UserError with the owner's name."""
         looks = watched(self.path)
         if any(looks):
             extra("owner")(self.path, looks, STALE_SECONDS)
@@ -207,12 +207,12 @@ class Fence:
         self.leave()
 
     def leave(self) -> None:
-        """Tells the next life that it need not wait for this process."""
+        """Tell the next life that it need not wait for this process."""
         if self.lock:
             self.lock.close()
 
     def _sweep(self, names):
-        """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""
+        """Delete what earlier lives left half done; first wait for survivors: they save the last steps."""
         deadline = time.monotonic() + NODES_SECONDS
         for name in names:
             with suppress(FileNotFoundError):
@@ -260,7 +260,7 @@ def may_wait(path, state):
 
 
 def wait_for(path, seconds=None, deadline=math.inf, needless=lambda: False):
-    """Waits until a lock's process has left, has ended or stands still, or there is no need."""
+    """Wait until a lock's process has left, has ended or stands still, or there is no need."""
     for _, timer in watched(path):
         if needless() or time.monotonic() > deadline or timer.seconds > (seconds or STALE_SECONDS):
             return
@@ -300,7 +300,7 @@ def make_anew(path, may_log=False):
 
 
 def move_away(path):
-    """Renames it in one step, then deletes it: no process can rename half a folder out of it."""
+    """Rename it in one step, then delete it: no process can rename half a folder out of it."""
     gone = path.with_name(f".life-.gone-{uuid.uuid4().hex[:12]}")  # what stays, the next start tries again
     with suppress(FileNotFoundError):
         os.rename(path, gone)

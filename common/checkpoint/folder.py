@@ -25,7 +25,7 @@ ASIDE = "damaged-"  # before the name of a checkpoint that is not trusted
 
 @patient
 def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
-    """Committed checkpoints of a run, newest first, as (step, folder); not verified.
+    """Return the committed checkpoints of a run, newest first, as (step, folder); not verified.
 
     Of one step the latest facts come first: `step-N.2`, `step-N.1`, `step-N`.
     """

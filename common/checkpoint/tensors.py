@@ -95,7 +95,7 @@ def spread(act, count, items):
 
 
 def write_file(path, tensors, moved):
-    """Writes and syncs a new file, out of the tensors' own memory; returns its table."""
+    """Write and sync a new file, out of the tensors' own memory; return its table."""
     specs = specs_of(tensors)
     header, places, _ = lay_out(specs)
 

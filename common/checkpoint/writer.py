@@ -100,7 +100,7 @@ class Writer:
             raise
 
     def check_staging(self, step: int) -> None:
-        """Fenced if the folder is gone. A look may see an old copy of the name; making it asks the server."""
+        """Raise Fenced if the folder is gone. A look may see an old copy of it; making a name asks the server."""
         try:
             self.staging.touch(exist_ok=False)  # a file: no other rank can save into it meanwhile
             self.staging.unlink()
@@ -136,7 +136,7 @@ class Writer:
         self.moved += 1
 
     def _describe(self, folder, files, facts):
-        """Adds facts and manifest to a folder of this process alone, syncs it, and reads both back."""
+        """Add facts and manifest to a folder of this process alone, sync it, and read both back."""
         state = to_json(finite(facts | {"origin": self.origin}))
         manifest = {
             "format": FORMATS[FROZEN in files],
@@ -167,7 +167,7 @@ class Writer:
         return target
 
     def read_back(self, step: int, folder: Path) -> None:
-        """Reads each byte of a new checkpoint from the disk; Damaged, and it is put aside, if one is wrong.
+        """Read each byte of a new checkpoint from the disk; Damaged, and it is put aside, if one is wrong.
 
         Call it before older ones are deleted: what a disk has taken it need not give back.
         """
@@ -197,7 +197,7 @@ class Writer:
         return not folder.exists()
 
     def prune(self, step: int, opts: Options, agreed: int) -> None:
-        """Deletes checkpoints that need not be kept, and then what was put aside, too."""
+        """Delete checkpoints that need not be kept, and then what was put aside, too."""
         choices = checkpoints(self.root.parent)
         kept = self.kept(choices, step, best_of(choices).get("step"), opts, agreed)
         extra = [folder for _, folder in choices if folder not in kept]

@@ -61,7 +61,7 @@ def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[
 
 
 def refuse_dropout_of_cudnn(net: nn.Module, device: torch.device) -> None:
-    """UserError for draws that no seed sets."""
+    """Refuse draws that no seed sets."""
     if is_gpu(device) and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
         raise UserError(
             "cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"

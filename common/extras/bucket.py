@@ -45,7 +45,7 @@ class Bucket:
 
     # ---- from the disk ----
     def follow(self, *gone):
-        """Lets the thread delete what is `gone`, and copy the newest checkpoint and the logs."""
+        """Let the thread delete what is `gone`, and copy the newest checkpoint and the logs."""
         if gone or self.jobs.empty():  # one that waits will see the newest, too
             self.jobs.put(gone)
 
@@ -99,7 +99,7 @@ class Bucket:
             self._prune(step, facts["best"]["step"])
 
     def _prune(self, step, best):
-        """As on the disk; and what an upload that was killed has left."""
+        """Delete what the disk would not keep, and what an upload that was killed has left."""
         whole = [(step_of(name), name) for name in self._names()]
         kept = self.writer.kept(whole, step, best, self.saver.state.opts, self.saver.agreed)
         self._delete([name for name in self._names("") if name not in kept and step_of(name) <= step])
@@ -134,7 +134,7 @@ class Bucket:
 
     # ---- to the disk ----
     def fetch(self):
-        """Brings the newest checkpoint that verifies, the best one and the logs to a folder without any.
+        """Bring the newest checkpoint that verifies, the best one and the logs to a folder without any.
 
         UserError if none verifies, or if nobody knows: the bucket is away.
         """

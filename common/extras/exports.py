@@ -24,7 +24,7 @@ from common.options import as_imagefolder, read_options
 
 
 def main(arguments=None):
-    """Exit code 0 if a checkpoint is whole, 3 if none is, 2 if there is no such run."""
+    """Return exit code 0 if a checkpoint is whole, 3 if none is, 2 if there is no such run."""
     parser = parser_of("python -m common.checkpoint", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--digest", action="store_true")
@@ -56,7 +56,7 @@ def show(asked):
 
 
 def export(run, which, target):
-    """Writes the weights of a checkpoint to `target`; returns what was written, in words."""
+    """Write the weights of a checkpoint to `target`; return what was written, in words."""
     if target.suffix not in (".safetensors", ".pt", ".pth"):
         raise UserError(
             f"--export {target}: in which format?\nend the name in .safetensors, or in .pt for torch.save"

@@ -24,7 +24,7 @@ class FrozenLayout(Layout):
         return named | {"model": trained, "frozen": {name: net[name] for name in self.frozen}}
 
     def linked(self, path, frozen, run_dir):
-        """Makes a link to the newest checkpoint's file if it holds these very bytes; returns its table.
+        """Make a link to the newest checkpoint's file if it holds these very bytes; return its table.
 
         What stands still is compared, not known: a loop may change any weight.
         """

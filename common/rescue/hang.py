@@ -31,7 +31,7 @@ class Hang:
         self.stand = set()  # ranks that have told that they stand still
 
     def count(self, seconds):
-        """Counts these seconds, if this rank has not moved in them; after too many it stands still."""
+        """Count these seconds, if this rank has not moved in them; after too many it stands still."""
         self.still += seconds
         if self.state.heartbeat != self.heartbeat:
             self.heartbeat = self.state.heartbeat

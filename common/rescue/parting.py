@@ -33,7 +33,7 @@ class Parting:
         self.place = (self.place[0] + 1, 0)
 
     def meet(self):
-        """Waits for all ranks to leave."""
+        """Wait for all ranks to leave."""
         store = self.world.store
         if not store:
             return

@@ -124,7 +124,7 @@ class Rescue:
 
     @property
     def asked(self) -> str:
-        """Why this rank shall stop: what all have agreed on, or the name of a signal; or empty."""
+        """Return why this rank shall stop: what all have agreed on, or the name of a signal; or nothing."""
         return self.agreed or self.watch.signal
 
     def consult(self) -> None:

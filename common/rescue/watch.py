@@ -53,7 +53,7 @@ class Watch:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def is_late(self, ending):
-        """Hears all. True once a deadline has passed and nobody holds `ending`; False after `stop`."""
+        """Hear all; return True once a deadline has passed and nobody holds `ending`; False after `stop`."""
         while not self.stopped:
             # C code that holds Python's lock stops this thread, too, but not faulthandler's, whose clock runs
             # on while a process is stopped
@@ -97,7 +97,7 @@ class Watch:
             self.lifelines.lose()
 
     def stop(self, thread):
-        """Nothing here ends this life any more, once the thread has ended; call it in the main thread."""
+        """End the thread, so that nothing here ends this life any more; call it in the main thread."""
         self.stopped = True
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.handlers.items():

@@ -39,7 +39,7 @@ def lay_out(state, world):
 
 
 def load(state, world, layout, run, owns):
-    """Loads what this start begins with, and tells what it was; call on every rank.
+    """Load what this start begins with, and tell what it was; call on every rank.
 
     `run` is this one, as a manifest has it; `owns`: this rank owns the folder that it sees.
 

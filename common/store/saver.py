@@ -50,7 +50,7 @@ class Saver:
 
     # ---- while training continues -----------------------------------------------------------------
     def allocate(self):
-        """Makes room on the disk, and memory for the copy; after the first step, which it would slow down."""
+        """Make room on the disk, and memory for the copy; after the first step, which it would slow down."""
         if self.job is None:
             self.job = self.pool.submit(self._allocate)
 
@@ -66,7 +66,7 @@ class Saver:
                 self.images[kind] = Image(tensors)
 
     def save(self):
-        """Copies the state, unless it is saved already; waits for the save before. No collective."""
+        """Copy the state, unless it is saved already; wait for the save before. No collective."""
         state = self.state
         state.wait_for_gpu()  # not under the lock: a rescue needs it if a collective hangs
         if state.invalid or state.facts() == self.saved:
@@ -107,7 +107,7 @@ class Saver:
         self.error = error
 
     def report(self):
-        """Tells of a save that has failed; raises the third one in a row."""
+        """Tell of a save that has failed; raise the third one in a row."""
         error = self.error
         self.error = None
         if isinstance(error, UserError):
@@ -122,7 +122,7 @@ class Saver:
             )
 
     def wait(self, in_rescue=False):
-        """Waits until the save under way is on the disk or has failed. A slow disk is no hang.
+        """Wait until the save under way is on the disk or has failed. A slow disk is no hang.
 
         A rescue waits only as long as bytes are written: it writes its own files.
         """
@@ -134,7 +134,7 @@ class Saver:
                 return
 
     def close(self):
-        """Ends the thread, once the last save is on the disk or has failed three times."""
+        """End the thread, once the last save is on the disk or has failed three times."""
         self.wait()
         while self.error:
             self.report()
@@ -152,12 +152,12 @@ class Saver:
         return self.writer.commit(tensors, facts)
 
     def prune(self, step):
-        """Deletes checkpoints that are older than this step and need not be kept."""
+        """Delete checkpoints that are older than this step and need not be kept."""
         self.writer.prune(step, self.state.opts, self.agreed)
 
     # ---- in a rescue ------------------------------------------------------------------------------
     def rescue(self, why):
-        """Saves the newest whole step; what this rank has saved, in words; "" if that was saved already.
+        """Save the newest whole step; return in words what was saved; "" if that was there already.
 
         The rescue is announced before anything that waits: from there on
         a new life waits for this one.
@@ -188,7 +188,7 @@ class Saver:
 
     @contextmanager
     def _locked_state(self, began):
-        """Waits for the end of the step that the main thread is in; then it makes none meanwhile."""
+        """Wait for the end of the step that the main thread is in; then it makes none meanwhile."""
         clock = time.pthread_getcpuclockid(threading.main_thread().ident)
         timer = IdleTimer()
         while not self.state.lock.acquire(timeout=0.1):

@@ -38,7 +38,7 @@ class CheckpointStore:
 
     # ---- at the start of a life: own the folder, load, compare the ranks ---------------------------
     def restore(self, state: TrainState) -> str | None:
-        """Loads the newest checkpoint that verifies on any node; returns its name, or None.
+        """Load the newest checkpoint that verifies on any node; return its name, or None.
 
         Call on every rank.
         """
@@ -91,7 +91,7 @@ class CheckpointStore:
         return loaded.source
 
     def _own(self):
-        """Claims the folder that this rank sees, unless another rank of this life has it."""
+        """Claim the folder that this rank sees, unless another rank of this life has it."""
         run_dir = self.opts.run_dir
         rank = self.world.rank
         try:
@@ -117,7 +117,7 @@ class CheckpointStore:
         self.owns = True
 
     def _tell_what_is_lost(self):
-        """Prints if the life before has saved a later step than there is: a disk has lost it, or a person."""
+        """Print if the life before has saved a later step than there is: a disk has lost it, or a person."""
         run_dir = self.opts.run_dir
         last = next(newest_lives(run_dir), [])
         saved = max((event["step"] for event in named(last, "life", "save", "rescue")), default=0)
@@ -130,7 +130,7 @@ class CheckpointStore:
 
     # ---- whether the replicas are still equal ------------------------------------------------------
     def compare_replicas(self) -> None:
-        """Compares the copies' weights; if they differ, restarts from the last step on which all agreed."""
+        """Compare the copies' weights; if they differ, restart from the last step on which all agreed."""
         state = self.state
         if self.world.size == 1:
             return
@@ -165,7 +165,7 @@ class CheckpointStore:
         return self.overdue or any(every and step % every == 0 for every in intervals)
 
     def save(self) -> None:
-        """Copies the state, if this rank writes it; a thread does the rest."""
+        """Copy the state, if this rank writes it; a thread does the rest."""
         if self.owns and not self.opts.eval_only:
             self.saver.save()
 
@@ -179,7 +179,7 @@ class CheckpointStore:
 
     # ---- the end of a life ------------------------------------------------------------------------
     def rescue(self, why: str = "") -> str:
-        """Saves the newest whole step; what this rank has saved, in words; "" if that was saved already.
+        """Save the newest whole step; return in words what was saved; "" if that was there already.
 
         No collective.
         """
@@ -194,10 +194,10 @@ class CheckpointStore:
             self.saver.bucket.end()
 
     def close(self) -> None:
-        """Ends the writer thread, once the last save is on the disk or has failed three times."""
+        """End the writer thread, once the last save is on the disk or has failed three times."""
         self.saver.close()
 
     def release(self) -> None:
-        """Gives up the run folder; call it once the run is complete and all ranks have met."""
+        """Give up the run folder; call it once the run is complete and all ranks have met."""
         if self.owns:
             self.fence.release()

@@ -58,7 +58,7 @@ def _first_store(host, port, rank):
 
 
 def _tell_the_port(agent, store, size):
-    """Answers each nonce that a rank has drawn, until all have joined."""
+    """Answer each nonce that a rank has drawn, until all have joined."""
     hellos = [f"hello/{rank}" for rank in range(1, size)]
     deadline = time.monotonic() + MEETING.total_seconds()
     while store.add("joined", 0) < size - 1:
@@ -72,7 +72,7 @@ def _tell_the_port(agent, store, size):
 
 
 def _find_store(host, port):
-    """Connects once the port listens: a TCPStore that comes too early tries again only after a second."""
+    """Connect once the port listens: a TCPStore that comes too early tries again only after a second."""
     deadline = time.monotonic() + MEETING.total_seconds()
     while True:
         try:

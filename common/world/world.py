@@ -56,7 +56,7 @@ class World:
             module_of(self.device).set_device(self.device)
 
     def memory(self) -> dict[str, int]:
-        """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
+        """Return the MiB in use on each GPU of this process: nn.DataParallel needs more on the first."""
         return {
             f"MiB_{gpu.index}": module_of(gpu).memory_allocated(gpu) >> 20
             for gpu in self.devices
@@ -77,7 +77,7 @@ class World:
             set_timeout(patience, None)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         gather(self, None)
 
     @contextmanager
@@ -200,7 +200,7 @@ def leave(world: World) -> None:
 
 
 def prepare_process():
-    """Makes this process a good one to train in."""
+    """Make this process a good one to train in."""
     gc.freeze()  # imported modules stay: the collector need not look at them again
     atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
     gc.enable()
@@ -213,7 +213,7 @@ def prepare_process():
 
 
 def keep_memory():
-    """Keeps freed memory for the next step: the kernel would clear it, a quarter of a ResNet's time."""
+    """Keep freed memory for the next step: the kernel would clear it, a quarter of a ResNet's time."""
     libc = ctypes.CDLL(None)  # glibc, which torch is built for
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     if not libc.mallopt(M_MMAP_THRESHOLD, 1 << 30):
