@@ -100,7 +100,7 @@ class Writer:
             raise
 
     def check_staging(self, step: int) -> None:
-        """Raise Fenced if the folder is gone: making a name in it asks the server, a look may see an old copy."""
+        """Raise Fenced if the folder is gone: making a name asks the server, a look may see an old copy."""
         try:
             self.staging.touch(exist_ok=False)  # a file: no other rank can save into it meanwhile
             self.staging.unlink()
