@@ -90,7 +90,8 @@ def test_the_campaign_finds_a_mistake(jobs, monkeypatch, bug):
 def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(
     jobs, tmp_path, run, point, rescued, begun
 ):
-    """close.0: the process that saves dies with the last save hardly begun; one of the others saves.
+    """close.0: the process that saves dies with the last save hardly begun; one of the others saves, unless
+    the thread of that save was faster than the kill.
     leave.1: the run is done, so that the next start has nothing to do.
     """
     (tmp_path / "armed").mkdir()
@@ -100,5 +101,6 @@ def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(
     jobs.torchrun(3, *worker, PACE="0", **places).ends_with(0)
     assert [life["step"] for life in lives(run)] == begun
     assert (run / f"checkpoints/step-{STEPS:08d}/manifest.json").exists()
-    assert [event["step"] for event in events(run, "rescue")] == [STEPS] * rescued
+    rescues = [event["step"] for event in events(run, "rescue")]
+    assert rescues == [STEPS] * rescued or point == "close.0" and not rescues
     assert audit(run) == CLEAN
