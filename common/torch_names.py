@@ -16,6 +16,7 @@ TRAINING = {
     "torch.nn.parallel:DistributedDataParallel": "_check_reducer_finalized",
     "torch.amp.grad_scaler:GradScaler": "_found_inf_per_device",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__": "_workers",
+    "torch.distributed": "_compute_bucket_assignment_by_size",
     "torch.distributed.distributed_c10d": "set_timeout/_set_pg_timeout",
 }
 

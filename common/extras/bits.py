@@ -124,7 +124,10 @@ class Slices:
             size = self.buffers.numel + len(totals)
             self.tail = torch.empty(size, dtype=self.kind, device=totals.device)
             self.tensors = [*self.params, self.tail]
-            self.buckets = [Bucket(members, self.world, self.count) for members in buckets_of(self.tensors)]
+            sizes = [FIRST_BUCKET_BYTES, BUCKET_BYTES]
+            for places in dist._compute_bucket_assignment_by_size(self.tensors, sizes)[0]:  # as DDP cuts them
+                members = [self.tensors[i] for i in places]
+                self.buckets.append(Bucket(members, self.world, self.count))
             self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
         self.next = self.own.start
         state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
@@ -282,22 +285,6 @@ class Bucket:
         while self.works:
             self.works.pop(0).wait()
             wait_by_polling(mark(self.flat.device))
-
-
-def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Return runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
-    runs: list[list[Tensor]] = []
-    size = 0
-    kind = None
-    for tensor in tensors:
-        limit = BUCKET_BYTES if len(runs) > 1 else FIRST_BUCKET_BYTES
-        if kind != (tensor.dtype, tensor.device) or size >= limit:
-            runs.append([])
-            kind = tensor.dtype, tensor.device
-            size = 0
-        runs[-1].append(tensor)
-        size += tensor.nbytes
-    return runs
 
 
 def is_missing(first):
