@@ -130,7 +130,6 @@ class Slices:
                 self.buckets.append(Bucket(members, self.world, self.count))
             self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
         self.next = self.own.start
-        state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
 
     # ---- this rank's slices -----------------------------------------------------------------------
     def measured(self, v, weight, totals):
