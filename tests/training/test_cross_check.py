@@ -69,6 +69,31 @@ def test_a_device_that_computes_wrong_numbers_is_named_and_the_run_goes_back(
     assert ended == run(tmp_path / "whole", 1, CNN | {"epochs": 3})
 
 
+SIGNED = """
+import torch
+from torch import nn
+
+
+class Signed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x - 0 * self.unused.sum()  # its gradient is -0.0 or 0.0
+
+
+def signed(data):
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, data.classes), Signed())
+"""
+
+
+def test_a_gradient_of_minus_zero_names_no_rank(tmp_path):
+    (tmp_path / "signed.py").write_text(SIGNED)
+    given = EVERY | {"model": f"{tmp_path}/signed.py:signed", "cross_check": 1}
+    assert run(tmp_path / "run", 3, CNN | given)
+
+
 def test_the_slices_that_are_compared_are_all_in_turn():
     opts = SimpleNamespace(seed=3, virtual_ranks=7)
     assert {voted_slice(opts, step) for step in range(9, 2000, 10)} == {*range(7)}
