@@ -26,7 +26,6 @@ from stores import (
     tiny_state,
     two_checkpoints,
 )
-from torch import nn
 
 import common.elastic
 import train_ddp
@@ -90,18 +89,6 @@ def test_of_two_checkpoints_with_one_name_and_other_content_the_second_is_tried_
 
     assert fork_ranks(3, begin, node_size=1) == [(True, {"step": 1}, told) for told in (1, 0, 0)]
     assert [steps_of(options(tmp_path / f"node{node}")) for node in range(3)] == [[9, 3], [9, 3], [9]]
-
-
-def wide_net():
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
-
-
-def wide_checkpoints(folder):
-    """(opts, the newest file of weights, its size) of a run whose tensors outweigh the headers."""
-    opts, root = two_checkpoints(folder, net=wide_net())
-    file = root / "step-00000002/model.safetensors"
-    return opts, file, file.stat().st_size
 
 
 def test_ranks_of_a_machine_that_see_other_folders_hash_all_and_get_what_they_lack(tmp_path):

@@ -20,8 +20,8 @@ NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with server(tmp_path_factory.mktemp("s3")) as running:
+def s3():
+    with server() as running:
         yield running
 
 

@@ -138,14 +138,14 @@ def known(place):
     return eye._state_holder.state
 
 
-def silence(place, who=lambda node: True):
-    """Nothing was heard of these machines for a minute, as if the store, or they, had been stopped."""
+def silence(place):
+    """Nothing was heard of the machines for a minute, as if the store, or they, had been stopped."""
     holder = handler(place)._state_holder
     while True:
         holder._last_sync_time = -1
         holder.sync()
         beats = holder.state.last_heartbeats
-        beats.update((node, datetime.fromtimestamp(0, timezone.utc)) for node in beats if who(node))
+        beats.update((node, datetime.fromtimestamp(0, timezone.utc)) for node in beats)
         holder.mark_dirty()
         if holder.sync():
             return

@@ -76,8 +76,7 @@ class Jobs:
 
     def __exit__(self, *_):
         for pid in self.alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self.kill(pid)
         if self.warm:
             with self.warm:  # waits, and closes its pipes
                 self.warm.kill()  # some process of the test's may hold its stdin open
@@ -142,17 +141,13 @@ class Jobs:
         until(lambda: "store on" in store.output, "the store")
         return store, store.output.split("store on ")[1].strip()
 
-    def owns(self, pid):
-        """Whether that process carries our token: a pid alone may be somebody else's by now."""
-        return carries(pid, self.token)
-
     def alive(self):
         """Every living process of ours, the warm one excepted; zombies do not live."""
         return [pid for pid in alive(self.token) if not (self.warm and pid == self.warm.pid)]
 
     def kill(self, pid, number=signal.SIGKILL):
-        """Whether the signal was sent to a living process of ours."""
-        if not self.owns(pid):
+        """Whether the signal was sent to a living process of ours: its pid may be somebody else's by now."""
+        if not carries(pid, self.token):
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

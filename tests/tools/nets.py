@@ -2,14 +2,9 @@
 and so on.
 """
 
-import os
-import resource
-
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-from common.extras.gpt import build_gpt
 
 WORDS, LENGTH = 23, 12
 
@@ -106,11 +101,3 @@ class Gpt(nn.Module):
 
 def gpt(data):
     return Gpt()
-
-
-def rationed(data):
-    """A GPT of 30 million parameters, in a process that may take ROOM MiB more than it has."""
-    with open("/proc/self/status") as file:
-        held = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (held + (int(os.environ["ROOM"]) << 20), resource.RLIM_INFINITY))
-    return build_gpt(data, "6x4x640")

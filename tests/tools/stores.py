@@ -3,7 +3,6 @@ worlds of one.
 """
 
 import contextlib
-import hashlib
 import os
 import signal
 import uuid
@@ -22,8 +21,8 @@ from common.checkpoint import Layout
 from common.checkpoint.disk import Damaged
 from common.checkpoint.fence import Fenced
 from common.checkpoint.folder import checkpoints, committed
-from common.checkpoint.reader import read_facts, read_manifest
-from common.checkpoint.tensors import Image, read_file, size_of
+from common.checkpoint.reader import read_facts
+from common.checkpoint.tensors import Image, read_file
 from common.errors import UserError
 from common.options import Options
 from common.store import CheckpointStore
@@ -254,29 +253,6 @@ def flips(path, every):
             os.pwrite(file.fileno(), bytes([data[at] ^ 1 << bit % 8]), at)
             yield bit, bit // every % 7 == 0
             os.pwrite(file.fileno(), data[at : at + 1], at)
-
-
-def count_hashed_bytes(module):
-    """The lengths of all that `module` hashes from now on."""
-    hashed = []
-
-    class Counted:
-        def __init__(self, data=b""):
-            self.real = hashlib.sha256()
-            self.hexdigest = self.real.hexdigest
-            self.update(data)
-
-        def update(self, data):
-            hashed.append(len(data))
-            self.real.update(data)
-
-    module.hashlib = SimpleNamespace(sha256=Counted)
-    return hashed
-
-
-def bytes_of_tensors(folder):
-    tables = read_manifest(folder)["files"].values()
-    return sum(size_of(*row[:2]) for table in tables for row in table.values())
 
 
 def steps_of(opts):
