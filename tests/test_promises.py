@@ -5,18 +5,19 @@ Most trainings here use the net and the data of tools/paced.py: 331 samples, 22 
 float64 without dropout, so that any two worlds agree to 1e-9 and one sample too many would show.
 """
 
-import os
 import pickle
 import random
-import re
 import shutil
 import signal
 
 import pytest
 import torch
 from jobs import PACED, ROOT, STEPS, TESTS, kill_at, lives, rows, until, wait_for, weights
+from poisoned import Bomb
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
+
+from tests.chaos.checks import every_step_is_logged_once, nothing_is_left
 
 CLEAN = "missed 0 repeated 0 lost 0 redone 0"
 # float32 with dropout: nothing agrees by chance
@@ -59,8 +60,8 @@ def digest_of(jobs, run):
 
 def assert_same_model(run, other):
     """The same weights; each step once in the log; nothing half written beside the checkpoints."""
-    assert [row["step"] for row in rows(run) if "val_loss" not in row] == list(range(1, STEPS + 1))
-    assert not [path for path in run.rglob("*") if re.search(r"^\.life|\.gone$|\.new$", path.name)]
+    every_step_is_logged_once(run, STEPS)
+    nothing_is_left(run)
     torch.testing.assert_close(weights(run), weights(other), rtol=0, atol=1e-9)
 
 
@@ -331,19 +332,9 @@ def test_a_device_that_computes_wrong_numbers_is_found_and_named(jobs, tmp_path)
 
 
 # ---- 10 ------------------------------------------------------------------------------------------
-class Bomb:
-    """What it would do if anybody unpickled it."""
-
-    def __init__(self, canary):
-        self.canary = canary
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.canary}",)
-
-
 def test_resuming_never_runs_code_from_a_file(jobs, tmp_path, run):
     canary = tmp_path / "canary"
-    bomb = pickle.dumps(Bomb(canary))
+    bomb = pickle.dumps(Bomb())
     start = ("train_ddp.py", *PACED)
     complete(jobs.python(*start, f"--run-dir={run}", "--save-every=9", "--max-steps=18", PACE="0"))
     newest = max((run / "checkpoints").glob("step-*"))

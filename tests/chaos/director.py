@@ -5,7 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jobs import PACED, TESTS, lives, reached, steps_on_disk, until
+from jobs import PACED, TESTS, digest, lives, reached, steps_on_disk, until
 
 from tests.chaos import EPOCH, HANG, RECOVERY, checks, events, points_names
 from tests.chaos.cluster import Cluster
@@ -233,6 +233,6 @@ class Campaign(Strikes):
         checks.nothing_is_left(self.run.parent)
         note = {"flavour": self.flavour, "lives": len(lives(self.run)), "difference": worst, **counts}
         if bitwise:
-            note["digest"] = checks.digest(self.run)
+            note["digest"] = digest(self.run)
         self.notes.append(note)
         print(f"run {len(self.notes)}: {note}", flush=True)

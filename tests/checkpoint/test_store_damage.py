@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from poisoned import Bomb
 from stores import (
     SAMPLED,
     Adapted,
@@ -29,8 +30,6 @@ from common.checkpoint.reader import FACTS, digest_of, read_manifest
 from common.errors import UserError
 from common.extras.chosen import describe
 from common.sealed import sealed, sha, to_json
-
-CANARY = "canary"
 
 
 def two_of(tmp_path):
@@ -94,11 +93,6 @@ def test_a_file_of_another_length_and_what_is_no_file_of_ours_fall_back_and_nobo
 
 
 # ---- files made to harm ---------------------------------------------------------------------------
-class Bomb:
-    def __reduce__(self):
-        return os.system, (f"touch {CANARY}",)
-
-
 def row(at, value):
     """Another type (0), shape (1) or hash (2) of a tensor."""
 
@@ -173,7 +167,7 @@ def falls_back(tmp_path, harm):
     found = load(root, images)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return found == (1, True) and most < 8 << 20 and not os.path.exists(CANARY)
+    return found == (1, True) and most < 8 << 20 and not os.path.exists("canary")
 
 
 @pytest.mark.parametrize("kind", TENSORS)

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from ranks import fork_ranks
+from ranks import at_home, fork_ranks
 from refusals import refusal
 from stores import (
     a_life,
@@ -187,7 +187,7 @@ def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path):
     opts = options(tmp_path, **flags)
 
     def train(world):
-        common.elastic.join = lambda opts, placed: world
+        at_home(world)
         real = common.elastic.TrainState.update
 
         def update(state, count):

@@ -6,13 +6,12 @@ import shutil
 import signal
 
 import pytest
-from jobs import PACED, until
+from jobs import PACED, digest, until
 from refusals import refusal
 from s3 import server
 from stores import Adapted, a_life, announced_rescue, is_at, options, refused, resumes_at, save
 
 from common.extras.bucket import Bucket
-from tests.chaos.checks import digest
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")

@@ -309,6 +309,13 @@ def audit(run):
     return count(Path(run))
 
 
+def digest(run):
+    """The word that `python -m common.checkpoint RUN --digest` ends with."""
+    from common.extras.chosen import choose
+
+    return choose(run, "newest")[2].split()[-1]
+
+
 def rows(run):
     """The lines of its metrics.jsonl."""
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]

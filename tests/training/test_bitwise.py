@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import threading
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,8 @@ import pytest
 import stores
 import torch
 import torch.distributed as dist
-from jobs import lives, rows
-from ranks import fork_ranks
-from refusals import refusal
+from jobs import digest, lives, rows
+from ranks import at_home, fork_ranks
 from samples import ALONE, CPU, Facts, Samples, Steps, share_of
 
 import common.elastic as house
@@ -28,7 +26,6 @@ import train_ddp
 from common.errors import guarded
 from common.extras import bits
 from common.extras.bits import Slices
-from common.extras.rules import check_world
 from common.models import build_model
 from common.options import Options
 from common.world import world as pinned
@@ -49,9 +46,7 @@ CNN = {
 
 def life(world, script, opts, kill=None):
     """A rank's life in a script, from its options to its end; `kill`, (rank, step, phase): SIGKILL there."""
-    world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
-    house.join = lambda opts, placed: (pinned.pin(opts), world)[1]
-    house.leave = lambda world: None  # fork_ranks ends them together
+    at_home(world)
     torch.manual_seed(os.getpid())  # nothing may depend on the generator a process happens to have
     if kill and kill[0] == world.rank:
         die_at(script, *kill[1:])
@@ -113,11 +108,10 @@ def run(folder, world, given, script=train_ddp, kill=None):
 
 
 def left_by(folder):
-    newest = max((folder / "checkpoints").glob("step-*"))
     # A record that its writer's death had swallowed comes back from a checkpoint, with its names in another
     # order.
     metrics = "\n".join(json.dumps(row | {"time": 0}, sort_keys=True) for row in rows(folder))
-    return json.loads((newest / "manifest.json").read_text())["digest"], metrics
+    return digest(folder), metrics
 
 
 # ---- any world ------------------------------------------------------------------------------------
@@ -180,11 +174,6 @@ def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, mon
         assert f"build of torch was {build}, now another" in " ".join(said)
     facts["CPU threads per process"] += 1
     stores.refused(opts, "CPU threads per process was 1, now 2")
-
-
-def test_more_processes_than_slices_are_refused():
-    with refusal("WORLD_SIZE=3 is more than --virtual-ranks 2"):
-        check_world(Options(virtual_ranks=2), 3)
 
 
 # ---- parts ----------------------------------------------------------------------------------------

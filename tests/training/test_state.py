@@ -74,7 +74,7 @@ def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, ov
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2, 3, 99])
-def test_a_checkpoint_of_an_evaluation_also_of_one_without_memory_has_the_nets_own_weights(
+def test_a_checkpoint_of_an_evaluation_also_of_one_without_memory_has_the_nets_own_weights_and_averages(
     fails_at, monkeypatch
 ):
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
@@ -181,18 +181,6 @@ def test_averages_of_weights_in_16_bits_move_in_steps_of_less_than_half_a_unit()
     before = held(state)["bias/ema"]
     state.update(8)
     assert not torch.equal(held(state)["bias/ema"], before)
-
-
-def test_a_checkpoint_made_during_an_evaluation_has_the_nets_own_weights_and_their_averages():
-    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    net[2].weight = weight = net[0].weight
-    state = train(state_of(net, Options(ema_decay=0.5), 100), 1)
-    before = held(state)
-    with state.evaluating():
-        assert torch.equal(weight, before["0.weight/ema"]) and not torch.equal(weight, before["0.weight"])
-        during = held(state)
-    for after in (during, held(state)):
-        assert all(torch.equal(t, after[name]) for name, t in before.items())
 
 
 def test_the_learning_rate_is_a_function_of_the_step():

@@ -4,27 +4,23 @@ Loops of one's own run in forked ranks; `at` is where a rank is killed: (rank, s
 """
 
 import collections
-import json
 import math
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
-from jobs import CLEAN, audit
-from ranks import fork_ranks
+from jobs import CLEAN, audit, digest
+from ranks import at_home, fork_ranks
 from refusals import refusal
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import common.elastic as house
 from common.data import Batch
 from common.elastic import Elastic
 from common.extras.all_ranks import warn_of_other_reports
 from common.extras.memory import flat, same, unflat
 from common.extras.own_data import as_input
-from common.world import world as pinned
 
 X = torch.randn(46, 6, generator=torch.Generator().manual_seed(1))  # by 11: the last batch is short
 POINTS = TensorDataset(X, (X[:, 0] > 0).long())
@@ -32,9 +28,7 @@ POINTS = TensorDataset(X, (X[:, 0] > 0).long())
 
 def live(world, job, folder, at=None):
     """One life of a job in this rank; what is left at its end."""
-    world = replace(world, devices=(torch.device("cpu"),))
-    house.join = lambda opts, placed: (pinned.pin(opts), world)[1]
-    house.leave = lambda world: None
+    at_home(world)
 
     def place(run, name):
         if at and (world.rank, run.progress.step, name) == tuple(at):
@@ -225,10 +219,7 @@ LOOPS = {  # name: (loop, kills, steps lost)
 def run(job, folder, size=1, at=None):
     """(what the job returns, the digest of what it has left)."""
     found = fork_ranks(size, live, job, folder, at, may_die=range(size) if at else ())[0]
-    if at:
-        return None
-    newest = max((folder / "checkpoints").glob("step-*"))
-    return found, json.loads((newest / "manifest.json").read_text())["digest"]
+    return None if at else (found, digest(folder))
 
 
 @pytest.mark.parametrize("case", LOOPS)
