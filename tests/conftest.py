@@ -93,6 +93,14 @@ def run(tmp_path):
 
 
 @pytest.fixture
+def opts(tmp_path):
+    """Those of this run, in the tests of the store."""
+    from stores import options
+
+    return options(tmp_path)
+
+
+@pytest.fixture
 def jobs(warm):
     """What a test starts; no process of it may outlive the test."""
     from jobs import until

@@ -12,9 +12,8 @@ import signal
 
 import pytest
 import torch
-from jobs import PACED, ROOT, STEPS, TESTS, kill_at, lives, rows, until, wait_for, weights
+from jobs import PACED, ROOT, STEPS, TESTS, kill_at, lives, rows, steps_on_disk, until, wait_for, weights
 from poisoned import Bomb
-from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from tests.chaos.checks import every_step_is_logged_once, nothing_is_left
@@ -117,7 +116,7 @@ def test_if_all_processes_die_at_once_the_run_resumes_from_its_last_periodic_che
     every = 4
     job = train(jobs, 2, run, f"--save-every={every}")
     life = wait_for(run, 7, 0, job)
-    until(lambda: any((run / "checkpoints").glob("step-*")), "the first periodic save")
+    until(lambda: steps_on_disk(run), "the first periodic save")
     for pid in (job.pid, *life["pids"]):
         jobs.kill(pid)
     job.wait()
@@ -226,9 +225,7 @@ def test_the_gradient_is_the_mean_over_the_real_samples_and_evaluation_counts_ea
         for weight in net.parameters():
             weight -= 0.5 * weight.grad
         out = net(x_test)
-    newest = max((run / "checkpoints").glob("step-*"))
-    found = load_file(newest / "model.safetensors")
-    torch.testing.assert_close(found, dict(net.state_dict()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights(run), dict(net.state_dict()), rtol=0, atol=1e-12)
     evaluation = rows(run)[-1]
     assert evaluation["val_acc"] == (out.argmax(1) == y_test).sum().item() / 301
     assert evaluation["val_loss"] == pytest.approx(cross_entropy(out, y_test).item(), abs=1e-9)

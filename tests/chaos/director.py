@@ -120,7 +120,7 @@ class Campaign(Strikes):
                 if flavour != "plain" and event.target in LOADING:
                     event = event._replace(target="worker", signal="KILL")  # its samples are in memory
                 self.strike(event)
-                if any((self.run / "checkpoints").glob("step-*")):
+                if steps_on_disk(self.run):
                     checks.checkpoints_are_whole(self.run, tries=3)
             elif not self.cluster.ended():
                 self.await_end()
@@ -172,7 +172,7 @@ class Campaign(Strikes):
 
     # ---- where it is ------------------------------------------------------------------------------
     def step(self):
-        return reached(self.run) if lives(self.run) else 0
+        return reached(self.run)
 
     def step_on_disk(self):
         return max(steps_on_disk(self.run), default=-1)

@@ -68,8 +68,7 @@ def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path, flags):
         assert net.head.weight is net.embed.weight
 
 
-def test_each_state_is_saved_once_and_none_without_a_step(tmp_path):
-    opts = options(tmp_path)
+def test_each_state_is_saved_once_and_none_without_a_step(opts):
     folder = opts.run_dir / "checkpoints/step-00000001"
     with a_life(opts) as life:
         assert life.source is None and not announced_rescue(life.store)
@@ -80,8 +79,7 @@ def test_each_state_is_saved_once_and_none_without_a_step(tmp_path):
         assert folder.stat().st_ino == before and steps_of(opts) == [1]
 
 
-def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
-    opts = options(tmp_path)
+def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(opts):
     with a_life(opts) as life:
         for step in range(1, 9):
             at_step(life.state, step)
@@ -94,9 +92,8 @@ def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["fails", "is cut short by a kill"])
-def test_the_best_one_stays_until_a_better_one_is_on_the_disk(tmp_path, monkeypatch, end):
+def test_the_best_one_stays_until_a_better_one_is_on_the_disk(tmp_path, opts, monkeypatch, end):
     """And it counts again, in --best and for the next evaluation, where the better one never comes."""
-    opts = options(tmp_path)
     with a_life(opts) as life:
         for step, accuracy in ((1, 0.90), (2, 0.80)):
             at_step(life.state, step).record_evaluation({"val_loss": 1.0, "val_acc": accuracy})
@@ -174,8 +171,7 @@ def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_
         assert not due(60, later=10**6)
 
 
-def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
-    opts = options(tmp_path)
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path, opts):
     with a_life(opts) as life:
         at_step(life.state, 2).statistics.committed["1.running_mean"].fill_(math.inf)
         assert announced_rescue(life.store), "a mask in a buffer may be infinite"
@@ -192,8 +188,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         assert life.state.progress.step == 2
 
 
-def test_a_state_cut_in_two_is_never_saved(tmp_path):
-    opts = options(tmp_path)
+def test_a_state_cut_in_two_is_never_saved(opts):
     with a_life(opts) as life:
         at_step(life.state, 1).invalidate(UserError("half a step"))
         life.store.save()
@@ -202,8 +197,7 @@ def test_a_state_cut_in_two_is_never_saved(tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["checkpoints", "."])
-def test_a_job_whose_folder_is_removed_ends_fenced(tmp_path, victim):
-    opts = options(tmp_path)
+def test_a_job_whose_folder_is_removed_ends_fenced(opts, victim):
     with a_life(opts) as life:
         save(life, 1)
         shutil.rmtree(opts.run_dir / victim)

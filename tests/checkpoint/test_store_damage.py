@@ -20,7 +20,6 @@ from stores import (
     images_for,
     load,
     load_into,
-    options,
     resumes_at,
     two_checkpoints,
 )
@@ -218,13 +217,13 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
     assert resumes_at(opts, 1) and (tmp_path / "elsewhere" / "manifest.json").exists()
 
 
-def test_planted_links_are_never_written_through(tmp_path, run):
+def test_planted_links_are_never_written_through(tmp_path, opts, run):
     victim = tmp_path / "victim"
     run.mkdir(mode=0o700)
     victim.write_text("mine")
     for name in ("lock", "options.json"):
         (run / name).symlink_to(victim)
-        with contextlib.suppress(UserError), a_life(options(tmp_path)):
+        with contextlib.suppress(UserError), a_life(opts):
             pass
         (run / name).unlink()
     assert victim.read_text() == "mine"

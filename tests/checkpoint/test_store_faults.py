@@ -112,9 +112,8 @@ def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_pa
 
 
 @pytest.mark.parametrize("k", range(1, 7))
-def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch, k):
+def test_a_failed_fsync_is_never_retried_on_the_same_file(opts, monkeypatch, k):
     """All six are made again, with other files in another folder; after the last one under another name."""
-    opts = options(tmp_path)
     seen = []
     real = os.fsync
 
@@ -181,19 +180,19 @@ def test_what_no_start_would_read_is_a_failed_save_or_refused_at_the_start(tmp_p
     assert not (opts.run_dir / "options.json").exists()
 
 
-def test_a_name_that_readers_of_the_format_do_not_take_is_refused_at_the_start(tmp_path):
+def test_a_name_that_readers_of_the_format_do_not_take_is_refused_at_the_start(opts):
     net = torch.nn.Module()
     net.register_buffer("__metadata__", torch.zeros(2))
-    refused(options(tmp_path), "__metadata__ .* cannot be saved", net=net)
+    refused(opts, "__metadata__ .* cannot be saved", net=net)
 
 
 @pytest.mark.parametrize("where", ["Image.copy", "write_at"])
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")], ids=repr)
-def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(tmp_path, monkeypatch, where, error):
+def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(opts, monkeypatch, where, error):
     def none_left(*_):
         raise error
 
-    with a_life(options(tmp_path), said=(said := [])) as life:
+    with a_life(opts, said=(said := [])) as life:
         save(life, 1)
         with monkeypatch.context() as patch:
             patch.setattr(f"common.checkpoint.tensors.{where}", none_left)
@@ -202,11 +201,10 @@ def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(tmp_path, mo
         assert said[-1].startswith("save failed (1 in a row), training goes on")
         assert not list(life.store.writer.staging.iterdir())
         life.store.save()  # the next interval
-    assert resumes_at(options(tmp_path), 2)
+    assert resumes_at(opts, 2)
 
 
-def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well(tmp_path, monkeypatch):
-    opts = options(tmp_path)
+def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well(opts, monkeypatch):
     with a_life(opts) as life, monkeypatch.context() as patch:
         patch.setattr(tensors, "write_file", full)
         write(life.store, 1)
@@ -244,11 +242,10 @@ def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_
         assert not announced_rescue(life.store)  # a rank that had not evaluated yet
 
 
-def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monkeypatch):
+def test_a_process_that_can_start_no_thread_any_more_still_saves(opts, monkeypatch):
     def none_left(self):
         raise RuntimeError("can't start new thread")
 
-    opts = options(tmp_path)
     monkeypatch.setattr(tensors, "CHUNK_BYTES", 64)
     with a_life(opts) as life:
         save(life, 1)  # its writer was started when there were threads
@@ -260,8 +257,7 @@ def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monke
     assert steps_of(opts) == [3, 2, 1]
 
 
-def test_a_net_that_changes_its_shape_is_an_error_and_not_a_lie(tmp_path):
-    opts = options(tmp_path)
+def test_a_net_that_changes_its_shape_is_an_error_and_not_a_lie(opts):
     with a_life(opts) as life:
         life.state.net[0].weight.data = torch.zeros(4, 4)
         with refusal("0.weight came, went or changed"):

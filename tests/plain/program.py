@@ -54,6 +54,11 @@ class Part(nn.Module):
         return self.function(self, *inputs, **named)
 
 
+def headed(forward, **parts):
+    """A net of a function of it and x."""
+    return Part(forward, head=nn.Linear(6, 3), **parts)
+
+
 class Held(dict):
     """A loop's own numbers and tensors: what it remembers."""
 

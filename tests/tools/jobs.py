@@ -53,6 +53,14 @@ def ran(*words, cwd=ROOT, timeout=300, **env):
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
+def executable(path, text):
+    """A program of this text; its folder."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path.parent
+
+
 def free_port():
     """Below the ports that the kernel hands out by itself: one of those may be another's a moment later."""
     while True:

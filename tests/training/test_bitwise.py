@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from jobs import digest, lives, rows
 from ranks import at_home, fork_ranks
-from samples import ALONE, CPU, Facts, Samples, Steps, share_of
+from samples import ALONE, CPU, Facts, Samples, Steps
 
 import common.elastic as house
 import train_ddp
@@ -189,7 +189,7 @@ def small(world, virtual_ranks):
 def step(steps):
     torch.manual_seed(steps.state.progress.step)
     x, y = torch.randn(24, 1, 12, 12), torch.randint(4, (24,))
-    steps.step(share_of(x, y, steps.state.opts, steps.world.rank, steps.world.size))
+    steps.step(steps.batch(x, y))
 
 
 def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_none():
@@ -200,9 +200,9 @@ def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_non
             used = net["used"].sum() if samples[1] == 2 else 0
             return {"loss": (net["w"].sum() - 0.0 * used, 1), "acc": (0, 1)}
 
-        opts = Options(virtual_ranks=4)
         v = torch.arange(4)
-        Steps(net, opts, world).backward(share_of(v, v, opts, world.rank, 2), task)
+        steps = Steps(net, Options(virtual_ranks=4), world)
+        steps.backward(steps.batch(v, v), task)
         return [name for name, p in net.items() if p.grad is None]
 
     assert fork_ranks(2, without_a_gradient) == [["unused"]] * 2

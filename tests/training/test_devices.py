@@ -14,7 +14,7 @@ from jobs import ROOT
 from program import Part
 from ranks import fork_ranks
 from refusals import refusal
-from samples import ALONE, CPU, Samples, Steps, share_of
+from samples import ALONE, CPU, Samples, Steps
 from torch import nn
 
 from common.checkpoint.tensors import Image
@@ -44,7 +44,7 @@ def live(world, made_net, devices, size, flags, given):
         samples = Samples(x, y)
         steps = Steps(net, opts, world, split=samples, **given)
         state = steps.state
-        totals = steps.step(share_of(x, y, opts))
+        totals = steps.step(steps.batch(x, y))
         state.note(totals)
         evaluate(steps.model, samples, state, world, state.task)
         judge = OwnTask(lambda *given: {"loss": (1.0, 8), "hits": loss(*given)["acc"]}, "the judge")
@@ -143,7 +143,7 @@ def test_so_many_forwards_are_in_flight_before_their_common_backward(flags, want
         with fake_gpus() as made:
             steps = Steps(made(parted, 2), opts, replace(world, devices=GPUS), place=cut)
             torch.autograd.backward = backward = Mock(wraps=torch.autograd.backward)
-            steps.step(share_of(torch.randn(20, 6), torch.arange(20) % 3, opts))
+            steps.step(steps.batch(torch.randn(20, 6), torch.arange(20) % 3))
             return [len(call.args[0]) for call in backward.call_args_list]
 
     assert fork_ranks(1, flights) == [wanted]

@@ -12,6 +12,7 @@ import torch
 from jobs import CLEAN, audit, digest
 from ranks import at_home, fork_ranks
 from refusals import refusal
+from silent import LowRank
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -158,32 +159,8 @@ def in_order(place, own):
     return train(own, nn.Linear(6, 2), lambda run, batch: place(run, "before"), order="given", cross_check=2)
 
 
-class Lora(nn.Linear):
-    """As Microsoft's loralib: eval() merges into the frozen weight, train() takes it out."""
-
-    merged = False
-
-    def __init__(self, forgets):
-        super().__init__(6, 2)
-        self.weight.requires_grad_(False)
-        self.added = nn.Parameter(torch.randn(2, 6) * 0.1)
-        self.forgets = forgets
-
-    def train(self, mode=True):
-        if not mode and not self.merged:
-            self.weight.data += self.added
-        if mode and self.merged and not self.forgets:
-            self.weight.data -= self.added
-        self.merged = not mode
-        return super().train(mode)
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out if self.merged else out + x @ self.added.T
-
-
-def lora(place, own, forgets=False):
-    net = Lora(forgets)
+def lora(place, own, layer=LowRank):
+    net = layer(6, 2)
     first = net.weight.tolist()
 
     def judged(run):
@@ -253,16 +230,14 @@ def mean_after_a_step(place, own):
     return train(own, nn.Linear(6, 2), before, virtual_ranks=0)
 
 
+class Forgets(LowRank):
+    def train(self, mode=True):
+        self.merged &= not mode  # and the weight stays as it is
+        return super().train(mode)
+
+
 def forgets(place, own):
-    return lora(place, own, forgets=True)
-
-
-def writes(place, own):
-    net = nn.Linear(6, 2)
-    with Elastic(net=net, optimizer=torch.optim.SGD(net.parameters(), 0.1), **own) as run:
-        nn.init.normal_(net.weight)
-        for batch in run:
-            run.step(F.cross_entropy(run.model(batch.x), batch.y))
+    return lora(place, own, Forgets)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +245,6 @@ def writes(place, own):
     [
         (mean_after_a_step, "run.mean after run.step"),
         (forgets, "net.eval() changes weight, and net.train() does not undo it"),
-        (writes, "weight is changed by a forward, or before it"),
     ],
 )
 def test_a_mistake_in_a_loop_is_told_before_it_makes_wrong_numbers(tmp_path, capfd, job, words):
