@@ -15,8 +15,8 @@ from stores import (
     a_life,
     announced_rescue,
     at_step,
+    full,
     images_for,
-    is_at,
     load,
     options,
     refused,
@@ -131,10 +131,6 @@ def test_a_failed_fsync_is_never_retried_on_the_same_file(opts, monkeypatch, k):
         assert names_in(life.store.fence.root)[0] == "step-00000001" + (".1" if k == 6 else "")
 
 
-def full(path, *_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
 def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three(
     tmp_path, monkeypatch
 ):
@@ -217,7 +213,7 @@ def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_we
     assert steps_of(opts) == [1]
 
 
-def test_later_facts_of_a_step_get_a_name_of_their_own(tmp_path):
+def test_later_facts_of_a_step_get_a_name_of_their_own_and_earlier_ones_do_not_follow_them(tmp_path):
     """On any file system, also one that cannot swap two names."""
     opts, root = two_checkpoints(tmp_path, steps=(1,))
     for k, accuracy in ((1, 0.5), (2, 0.7)):
@@ -225,21 +221,11 @@ def test_later_facts_of_a_step_get_a_name_of_their_own(tmp_path):
             life.state.record_evaluation({"val_loss": 1.0, "val_acc": accuracy})
             save(life, 1)
             assert not announced_rescue(life.store)
+            life.state.progress.evaluated = {}
+            assert not announced_rescue(life.store), "of a rank that has not evaluated yet"
         assert names_in(root) == [f"step-00000001.{k}"]
         with a_life(opts) as life:
             assert life.state.progress.best["val_acc"] == accuracy
-
-
-def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones(tmp_path):
-    opts, root = two_checkpoints(tmp_path)
-    os.truncate(root / "step-00000002" / "state.json", 5)
-    with a_life(opts) as life:
-        assert is_at(life.state, 1) and (root / "damaged-step-00000002").is_dir()
-        at_step(life.state, 2).record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
-        assert announced_rescue(life.store)
-        assert names_in(root) == ["step-00000002.1", "step-00000001"]
-        life.state.progress.evaluated = {}
-        assert not announced_rescue(life.store)  # a rank that had not evaluated yet
 
 
 def test_a_process_that_can_start_no_thread_any_more_still_saves(opts, monkeypatch):

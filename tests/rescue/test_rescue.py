@@ -21,6 +21,7 @@ from jobs import steps_on_disk as saved
 from ranks import fork_ranks
 from safetensors.torch import load_file
 from samples import state_of
+from stores import full
 
 import common.checkpoint.fence
 import common.rescue.watch
@@ -324,10 +325,6 @@ def test_143_is_not_left_with_where_the_state_was_not_saved(run, what, code):
             if what == "a NaN":
                 state.net[0].weight.data.fill_(float("nan"))
             else:
-
-                def full(*args):
-                    raise OSError(28, "No space left on device")
-
                 store.writer.commit = full
             stops(world, *life)
 

@@ -208,18 +208,6 @@ def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_non
     assert fork_ranks(2, without_a_gradient) == [["unused"]] * 2
 
 
-@pytest.mark.parametrize("virtual_ranks", [0, 8])
-def test_buffers_that_are_not_finite_stay_as_they_are(virtual_ranks):
-    def infinite(world):
-        steps = small(world, virtual_ranks)
-        step(steps)
-        committed = steps.state.statistics.committed
-        counted = [int(b) for name, b in committed.items() if name.endswith("num_batches_tracked")]
-        return committed["0.infinite"].tolist(), counted
-
-    assert fork_ranks(2, infinite) == [([-torch.inf, 1.0], [1])] * 2
-
-
 @pytest.mark.parametrize("slices", [3, 8])
 def test_a_step_on_gpus_sends_no_message_and_has_the_bits_of_one_that_does(monkeypatch, slices):
     """Each rank's messages grow with the ranks; a collective is one call a bucket."""

@@ -186,16 +186,17 @@ def turned(net, x):
 
 
 @pytest.mark.parametrize("slices", [0, 4])
-def test_a_complex_buffer_stays_what_it_is_and_a_large_counter_counts(slices):
+def test_a_complex_and_an_infinite_buffer_stay_what_they_are_and_a_large_counter_counts(slices):
     def step(world):
         turn = torch.polar(torch.ones(3), torch.arange(3.0)).to(torch.complex128)
-        net = Part(turned, layer=nn.Linear(6, 3), turn=turn.clone(), seen=torch.tensor(2**24))
+        buffers = {"turn": turn.clone(), "seen": torch.tensor(2**24), "mask": torch.tensor([-torch.inf, 1])}
+        net = Part(turned, layer=nn.Linear(6, 3), **buffers)
         steps = steps_of(net, world, virtual_ranks=slices)
         for size in (16, 1):  # then the first rank has no sample
             steps.step(steps.batch(*drawn(size)))
-        return torch.equal(net.turn, turn), int(net.seen)
+        return torch.equal(net.turn, turn), net.mask.tolist(), int(net.seen)
 
-    assert fork_ranks(2, step) == [(True, 2**24 + 2)] * 2
+    assert fork_ranks(2, step) == [(True, [-torch.inf, 1], 2**24 + 2)] * 2
 
 
 class Recomputed(nn.Linear):
