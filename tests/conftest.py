@@ -5,7 +5,9 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,6 +92,23 @@ def undisturbed(warm, tmp_path_factory):
 def run(tmp_path):
     """The folder of a run."""
     return tmp_path / "run"
+
+
+@pytest.fixture
+def opts(tmp_path):
+    """Those of this run, in the tests of the store."""
+    from stores import options
+
+    return options(tmp_path)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """What the clocks say: seconds since something, and by how much the wall clock is ahead."""
+    now = SimpleNamespace(seconds=10.0, ahead=1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(time, "time", lambda: now.seconds + now.ahead)
+    return now
 
 
 @pytest.fixture

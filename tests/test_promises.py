@@ -5,18 +5,18 @@ Most trainings here use the net and the data of tools/paced.py: 331 samples, 22 
 float64 without dropout, so that any two worlds agree to 1e-9 and one sample too many would show.
 """
 
-import os
 import pickle
 import random
-import re
 import shutil
 import signal
 
 import pytest
 import torch
-from jobs import PACED, ROOT, STEPS, TESTS, kill_at, lives, rows, until, wait_for, weights
-from safetensors.torch import load_file
+from jobs import PACED, ROOT, STEPS, TESTS, kill_at, lives, rows, steps_on_disk, until, wait_for, weights
+from poisoned import Bomb
 from torch.nn.functional import cross_entropy
+
+from tests.chaos.checks import every_step_is_logged_once, nothing_is_left
 
 CLEAN = "missed 0 repeated 0 lost 0 redone 0"
 # float32 with dropout: nothing agrees by chance
@@ -59,8 +59,8 @@ def digest_of(jobs, run):
 
 def assert_same_model(run, other):
     """The same weights; each step once in the log; nothing half written beside the checkpoints."""
-    assert [row["step"] for row in rows(run) if "val_loss" not in row] == list(range(1, STEPS + 1))
-    assert not [path for path in run.rglob("*") if re.search(r"^\.life|\.gone$|\.new$", path.name)]
+    every_step_is_logged_once(run, STEPS)
+    nothing_is_left(run)
     torch.testing.assert_close(weights(run), weights(other), rtol=0, atol=1e-9)
 
 
@@ -116,7 +116,7 @@ def test_if_all_processes_die_at_once_the_run_resumes_from_its_last_periodic_che
     every = 4
     job = train(jobs, 2, run, f"--save-every={every}")
     life = wait_for(run, 7, 0, job)
-    until(lambda: any((run / "checkpoints").glob("step-*")), "the first periodic save")
+    until(lambda: steps_on_disk(run), "the first periodic save")
     for pid in (job.pid, *life["pids"]):
         jobs.kill(pid)
     job.wait()
@@ -225,9 +225,7 @@ def test_the_gradient_is_the_mean_over_the_real_samples_and_evaluation_counts_ea
         for weight in net.parameters():
             weight -= 0.5 * weight.grad
         out = net(x_test)
-    newest = max((run / "checkpoints").glob("step-*"))
-    found = load_file(newest / "model.safetensors")
-    torch.testing.assert_close(found, dict(net.state_dict()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights(run), dict(net.state_dict()), rtol=0, atol=1e-12)
     evaluation = rows(run)[-1]
     assert evaluation["val_acc"] == (out.argmax(1) == y_test).sum().item() / 301
     assert evaluation["val_loss"] == pytest.approx(cross_entropy(out, y_test).item(), abs=1e-9)
@@ -331,19 +329,9 @@ def test_a_device_that_computes_wrong_numbers_is_found_and_named(jobs, tmp_path)
 
 
 # ---- 10 ------------------------------------------------------------------------------------------
-class Bomb:
-    """What it would do if anybody unpickled it."""
-
-    def __init__(self, canary):
-        self.canary = canary
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.canary}",)
-
-
 def test_resuming_never_runs_code_from_a_file(jobs, tmp_path, run):
     canary = tmp_path / "canary"
-    bomb = pickle.dumps(Bomb(canary))
+    bomb = pickle.dumps(Bomb())
     start = ("train_ddp.py", *PACED)
     complete(jobs.python(*start, f"--run-dir={run}", "--save-every=9", "--max-steps=18", PACE="0"))
     newest = max((run / "checkpoints").glob("step-*"))

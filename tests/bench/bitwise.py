@@ -12,7 +12,7 @@ from turns import arguments, compare  # isort: skip  (first: it finds the others
 
 import torch
 from ranks import fork_ranks
-from samples import Steps, share_of
+from samples import Steps
 from torch import nn
 
 from common.options import Options
@@ -50,9 +50,9 @@ def measure(world, name, slices, rounds):
 
     def way(**flags):
         opts = Options(global_batch_size=size, optimizer="sgd", lr=1e-3, device="cpu", **flags)
-        batch = share_of(x, y, opts, world.rank, world.size)
         torch.manual_seed(0)
         steps = Steps(build(), opts, world, samples=10**6)
+        batch = steps.batch(x, y)
 
         def turn():
             world.all_sum(torch.zeros(1))  # together

@@ -24,7 +24,7 @@ def main():
     torch.set_num_threads(1)
     whole = {"disk": [], "bucket": []}
     x = torch.rand(64, 1024)
-    with tempfile.TemporaryDirectory(prefix="bucket-bench-") as name, server(Path(name, "server")) as s3:
+    with tempfile.TemporaryDirectory(prefix="bucket-bench-") as name, server() as s3:
         os.environ.update(s3.env)
         urls = {"disk": "", "bucket": s3.url("s3")}
         stores = {way: store_of(Path(name, way), net_of(args.mb), copy_to=urls[way]) for way in urls}

@@ -16,7 +16,7 @@ from functools import partial
 from turns import arguments, compare  # isort: skip  (first: it finds the others)
 
 import torch
-from samples import Facts, Samples, Steps, share_of
+from samples import Facts, Samples, Steps
 from torch import nn
 
 from common.models import build_model
@@ -46,7 +46,7 @@ def ours(net, world, samples, opts):
     """A step of this project."""
     prepare(net, opts, world)
     steps = Steps(net, opts, world, split=samples, samples=1 << 20)
-    return lambda x, y: steps.step(share_of(x, y, opts))
+    return lambda x, y: steps.step(steps.batch(x, y))
 
 
 def bare(net, world, samples, opts, before_update=lambda: None):

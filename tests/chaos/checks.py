@@ -69,13 +69,6 @@ def weights_equal(run, reference, bitwise):
     return worst
 
 
-def digest(run):
-    """The word that `python -m common.checkpoint RUN --digest` ends with."""
-    from common.extras.chosen import choose
-
-    return choose(run, "newest")[2].split()[-1]
-
-
 def nothing_is_left(folder):
     pattern = re.compile(r"\.life-|\.gone$|\.new$|lock\.\d+$|damaged")
     left = [path for path in folder.rglob("*") if pattern.search(str(path.relative_to(folder)))]

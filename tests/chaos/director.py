@@ -5,7 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jobs import PACED, TESTS, lives, reached, steps_on_disk, until
+from jobs import PACED, TESTS, digest, lives, reached, steps_on_disk, until
 
 from tests.chaos import EPOCH, HANG, RECOVERY, checks, events, points_names
 from tests.chaos.cluster import Cluster
@@ -120,7 +120,7 @@ class Campaign(Strikes):
                 if flavour != "plain" and event.target in LOADING:
                     event = event._replace(target="worker", signal="KILL")  # its samples are in memory
                 self.strike(event)
-                if any((self.run / "checkpoints").glob("step-*")):
+                if steps_on_disk(self.run):
                     checks.checkpoints_are_whole(self.run, tries=3)
             elif not self.cluster.ended():
                 self.await_end()
@@ -172,7 +172,7 @@ class Campaign(Strikes):
 
     # ---- where it is ------------------------------------------------------------------------------
     def step(self):
-        return reached(self.run) if lives(self.run) else 0
+        return reached(self.run)
 
     def step_on_disk(self):
         return max(steps_on_disk(self.run), default=-1)
@@ -233,6 +233,6 @@ class Campaign(Strikes):
         checks.nothing_is_left(self.run.parent)
         note = {"flavour": self.flavour, "lives": len(lives(self.run)), "difference": worst, **counts}
         if bitwise:
-            note["digest"] = checks.digest(self.run)
+            note["digest"] = digest(self.run)
         self.notes.append(note)
         print(f"run {len(self.notes)}: {note}", flush=True)

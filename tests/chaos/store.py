@@ -12,10 +12,8 @@ import shutil
 import time
 from collections import Counter
 
-from jobs import audit, events
+from jobs import audit, digest, events
 from jobs import rows as logged
-
-from tests.chaos.checks import digest
 
 FLAGS = (
     *"--model=mlp --dataset=random:60x5 --global-batch-size=8 --epochs=2 --seed=1 --freeze=fc1".split(),

@@ -4,21 +4,10 @@ from functools import partial
 
 import torch
 from safetensors.torch import load_file, load_model
-from stores import a_life, at_step, expected, options, save, tiny_net
-from torch import nn
+from stores import Adapted, a_life, at_step, expected, options, save, tiny_net
 
 from common.extras.exports import main
 from common.options import as_imagefolder
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(5, 3)
-        self.norm = nn.BatchNorm1d(3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.words.weight
-        self.brief = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
 
 
 def trained(folder, steps=(1, 2), best=1):
@@ -93,15 +82,15 @@ def test_an_export_is_in_the_format_that_its_suffix_says_and_loads_strictly_into
 
 def test_averages_take_the_place_of_the_weights_and_tied_ones_are_there_once(tmp_path, capsys):
     opts = options(tmp_path, ema_decay=0.5)
-    with a_life(opts, Tied()) as life:
+    with a_life(opts, Adapted(frozen=False)) as life:
         at_step(life.state, 1)
         for tensor in life.state.averages.tensors.values():
             tensor.fill_(7.0)
         life.store.save()
     file = tmp_path / "w.safetensors"
-    assert "step 1, head.weight is words.weight" in asked(capsys, opts.run_dir, "--export", file)[1]
+    assert "step 1, still_too.weight is still.weight" in asked(capsys, opts.run_dir, "--export", file)[1]
     found = load_file(file)
-    assert "head.weight" not in found and found["norm.running_var"].tolist() == [1.0, 2.0, 3.0]
-    net = Tied()
+    assert "still_too.weight" not in found and found["norm.running_var"].tolist() == [1.0, 2.0, 3.0]
+    net = Adapted()
     assert load_model(net, file) == (set(), [])  # it looks for tied weights
-    assert all((p == 7).all() for p in net.parameters()) and net.head.weight is net.words.weight
+    assert all((p == 7).all() for p in net.parameters()) and net.still_too.weight is net.still.weight

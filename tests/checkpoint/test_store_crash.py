@@ -212,9 +212,8 @@ def check(root, tree, ordered, allowed, whole, images):
         assert all(is_whole for is_whole, _ in lines) and len(lines) >= whole, lines
 
 
-def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(opts, monkeypatch):
     """After a power cut the lines of metrics, ledger and audit reach as far as the newest checkpoint."""
-    opts = options(tmp_path)
     durable = {}
     named = []
     real = os.rename

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from poisoned import Bomb
 from stores import (
     SAMPLED,
     Adapted,
@@ -19,7 +20,6 @@ from stores import (
     images_for,
     load,
     load_into,
-    options,
     resumes_at,
     two_checkpoints,
 )
@@ -29,8 +29,6 @@ from common.checkpoint.reader import FACTS, digest_of, read_manifest
 from common.errors import UserError
 from common.extras.chosen import describe
 from common.sealed import sealed, sha, to_json
-
-CANARY = "canary"
 
 
 def two_of(tmp_path):
@@ -94,11 +92,6 @@ def test_a_file_of_another_length_and_what_is_no_file_of_ours_fall_back_and_nobo
 
 
 # ---- files made to harm ---------------------------------------------------------------------------
-class Bomb:
-    def __reduce__(self):
-        return os.system, (f"touch {CANARY}",)
-
-
 def row(at, value):
     """Another type (0), shape (1) or hash (2) of a tensor."""
 
@@ -173,7 +166,7 @@ def falls_back(tmp_path, harm):
     found = load(root, images)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return found == (1, True) and most < 8 << 20 and not os.path.exists(CANARY)
+    return found == (1, True) and most < 8 << 20 and not os.path.exists("canary")
 
 
 @pytest.mark.parametrize("kind", TENSORS)
@@ -224,13 +217,13 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
     assert resumes_at(opts, 1) and (tmp_path / "elsewhere" / "manifest.json").exists()
 
 
-def test_planted_links_are_never_written_through(tmp_path, run):
+def test_planted_links_are_never_written_through(tmp_path, opts, run):
     victim = tmp_path / "victim"
     run.mkdir(mode=0o700)
     victim.write_text("mine")
     for name in ("lock", "options.json"):
         (run / name).symlink_to(victim)
-        with contextlib.suppress(UserError), a_life(options(tmp_path)):
+        with contextlib.suppress(UserError), a_life(opts):
             pass
         (run / name).unlink()
     assert victim.read_text() == "mine"

@@ -15,8 +15,8 @@ from stores import (
     a_life,
     announced_rescue,
     at_step,
+    full,
     images_for,
-    is_at,
     load,
     options,
     refused,
@@ -111,9 +111,8 @@ def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_pa
 
 
 @pytest.mark.parametrize("k", range(1, 7))
-def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch, k):
+def test_a_failed_fsync_is_never_retried_on_the_same_file(opts, monkeypatch, k):
     """All six are made again, with other files in another folder; after the last one under another name."""
-    opts = options(tmp_path)
     seen = []
     real = os.fsync
 
@@ -129,10 +128,6 @@ def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch,
             save(life, 1)
         assert len(seen) == 6 + k and seen.count(seen[k - 1]) == 1 + (k == 6), seen
         assert names_in(life.store.fence.root)[0] == "step-00000001" + (".1" if k == 6 else "")
-
-
-def full(path, *_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three(
@@ -180,19 +175,19 @@ def test_what_no_start_would_read_is_a_failed_save_or_refused_at_the_start(tmp_p
     assert not (opts.run_dir / "options.json").exists()
 
 
-def test_a_name_that_readers_of_the_format_do_not_take_is_refused_at_the_start(tmp_path):
+def test_a_name_that_readers_of_the_format_do_not_take_is_refused_at_the_start(opts):
     net = torch.nn.Module()
     net.register_buffer("__metadata__", torch.zeros(2))
-    refused(options(tmp_path), "__metadata__ .* cannot be saved", net=net)
+    refused(opts, "__metadata__ .* cannot be saved", net=net)
 
 
 @pytest.mark.parametrize("where", ["Image.copy", "write_at"])
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")], ids=repr)
-def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(tmp_path, monkeypatch, where, error):
+def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(opts, monkeypatch, where, error):
     def none_left(*_):
         raise error
 
-    with a_life(options(tmp_path), said=(said := [])) as life:
+    with a_life(opts, said=(said := [])) as life:
         save(life, 1)
         with monkeypatch.context() as patch:
             patch.setattr(f"common.checkpoint.tensors.{where}", none_left)
@@ -201,11 +196,10 @@ def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(tmp_path, mo
         assert said[-1].startswith("save failed (1 in a row), training goes on")
         assert not list(life.store.writer.staging.iterdir())
         life.store.save()  # the next interval
-    assert resumes_at(options(tmp_path), 2)
+    assert resumes_at(opts, 2)
 
 
-def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well(tmp_path, monkeypatch):
-    opts = options(tmp_path)
+def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well(opts, monkeypatch):
     with a_life(opts) as life, monkeypatch.context() as patch:
         patch.setattr(tensors, "write_file", full)
         write(life.store, 1)
@@ -218,7 +212,7 @@ def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_we
     assert steps_of(opts) == [1]
 
 
-def test_later_facts_of_a_step_get_a_name_of_their_own(tmp_path):
+def test_later_facts_of_a_step_get_a_name_of_their_own_and_earlier_ones_do_not_follow_them(tmp_path):
     """On any file system, also one that cannot swap two names."""
     opts, root = two_checkpoints(tmp_path, steps=(1,))
     for k, accuracy in ((1, 0.5), (2, 0.7)):
@@ -226,28 +220,17 @@ def test_later_facts_of_a_step_get_a_name_of_their_own(tmp_path):
             life.state.record_evaluation({"val_loss": 1.0, "val_acc": accuracy})
             save(life, 1)
             assert not announced_rescue(life.store)
+            life.state.progress.evaluated = {}
+            assert not announced_rescue(life.store), "of a rank that has not evaluated yet"
         assert names_in(root) == [f"step-00000001.{k}"]
         with a_life(opts) as life:
             assert life.state.progress.best["val_acc"] == accuracy
 
 
-def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones(tmp_path):
-    opts, root = two_checkpoints(tmp_path)
-    os.truncate(root / "step-00000002" / "state.json", 5)
-    with a_life(opts) as life:
-        assert is_at(life.state, 1) and (root / "damaged-step-00000002").is_dir()
-        at_step(life.state, 2).record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
-        assert announced_rescue(life.store)
-        assert names_in(root) == ["step-00000002.1", "step-00000001"]
-        life.state.progress.evaluated = {}
-        assert not announced_rescue(life.store)  # a rank that had not evaluated yet
-
-
-def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monkeypatch):
+def test_a_process_that_can_start_no_thread_any_more_still_saves(opts, monkeypatch):
     def none_left(self):
         raise RuntimeError("can't start new thread")
 
-    opts = options(tmp_path)
     monkeypatch.setattr(tensors, "CHUNK_BYTES", 64)
     with a_life(opts) as life:
         save(life, 1)  # its writer was started when there were threads
@@ -259,8 +242,7 @@ def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monke
     assert steps_of(opts) == [3, 2, 1]
 
 
-def test_a_net_that_changes_its_shape_is_an_error_and_not_a_lie(tmp_path):
-    opts = options(tmp_path)
+def test_a_net_that_changes_its_shape_is_an_error_and_not_a_lie(opts):
     with a_life(opts) as life:
         life.state.net[0].weight.data = torch.zeros(4, 4)
         with refusal("0.weight came, went or changed"):

@@ -21,7 +21,6 @@ from stores import (
     child,
     is_at,
     lives,
-    options,
     refused,
     resumes_at,
     save,
@@ -57,8 +56,7 @@ def elsewhere(patch):
 
 
 # ---- who owns the run ---------------------------------------------------------------------------------
-def test_a_second_job_is_refused_without_a_lease_and_takes_over_at_once_after_a_kill(tmp_path):
-    opts = options(tmp_path)
+def test_a_second_job_is_refused_without_a_lease_and_takes_over_at_once_after_a_kill(opts):
     with lives(opts, lambda life: (save(life, 3), signal.pause())) as pid:
         until(lambda: steps_of(opts) == [3], "the first job has saved")
         refused(opts, f"in use by another job: host {os.uname().nodename}, pid {pid}", code=6)
@@ -71,9 +69,8 @@ def test_a_second_job_is_refused_without_a_lease_and_takes_over_at_once_after_a_
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_stopped_owner_is_taken_over_and_what_it_saves_or_logs_when_it_wakes_up_is_not_there(
-    tmp_path, monkeypatch, leaves
+    tmp_path, opts, monkeypatch, leaves
 ):
-    opts = options(tmp_path)
     told = tmp_path / "told"
     lines = [{"step": 1, "epoch": 1}, {"step": 2, "epoch": 1}]
     monkeypatch.setattr(fence, "STALE_SECONDS", 1.0)
@@ -107,11 +104,8 @@ def test_a_stopped_owner_is_taken_over_and_what_it_saves_or_logs_when_it_wakes_u
 
 @mock.patch.multiple(fence, STALE_SECONDS=0.3, BEAT_SECONDS=1.0)
 @mock.patch.multiple(owner, LEASE_SECONDS=4.0, MOVING_SECONDS=2.5)
-def test_another_machine_takes_over_after_a_lease_and_not_while_the_owners_moves_show_late(
-    tmp_path, monkeypatch
-):
+def test_another_machine_takes_over_after_a_lease_and_not_while_the_owners_moves_show_late(opts, monkeypatch):
     """A second for what takes half a minute: a network tells other machines of a write once in a while."""
-    opts = options(tmp_path)
     elsewhere(monkeypatch)
     with lives(opts) as pid:
         refused(opts, "in use by another job", code=6)
@@ -135,9 +129,8 @@ def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypat
 @pytest.mark.parametrize("stands_still", [True, False])
 @mock.patch.multiple(fence, STALE_SECONDS=2.5)
 @mock.patch.multiple(owner, SAME_JOB_SECONDS=3.0, LEASE_SECONDS=60.0)
-def test_a_newer_life_of_the_same_job_has_the_run_in_the_end(tmp_path, monkeypatch, stands_still):
+def test_a_newer_life_of_the_same_job_has_the_run_in_the_end(opts, monkeypatch, stands_still):
     """Its agents have given up a machine that they cannot reach: whether that one trains on or not."""
-    opts = options(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
     elsewhere(monkeypatch)
     with lives(opts) as pid:
@@ -158,14 +151,12 @@ def test_the_lock_file_may_hold_anything(tmp_path):
         assert resumes_at(opts, 2)
 
 
-def test_time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_still(monkeypatch):
+def test_time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_still(now):
     """The file server was away, or this process was stopped: the owner's counter could not move either."""
-    now = [100.0]
     still = fence.IdleTimer()
-    monkeypatch.setattr(fence.time, "monotonic", lambda: now[0])
     still(7)
     for seconds, expected in ((0.5, 0.5), (60.0, 1.5), (0.5, 2.0)):
-        now[0] += seconds
+        now.seconds += seconds
         assert still(7) == expected
     assert still(8) == 0
 
@@ -189,8 +180,7 @@ def intruding(patch, names, thread, k, intrude):
     return calls
 
 
-def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing(tmp_path, monkeypatch):
-    opts = options(tmp_path)
+def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing(opts, monkeypatch):
     k = 0
     calls = []
     monkeypatch.setattr(fence, "STALE_SECONDS", 0.1)
@@ -215,8 +205,7 @@ def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing
     assert k > 6
 
 
-def test_a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save(tmp_path, monkeypatch):
-    opts = options(tmp_path)
+def test_a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save(opts, monkeypatch):
     k = 0
     calls = []
 
@@ -241,8 +230,7 @@ def test_a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_sa
     assert k > 15
 
 
-def test_a_look_whether_the_staging_is_there_lets_no_save_through(tmp_path, monkeypatch):
-    opts = options(tmp_path)
+def test_a_look_whether_the_staging_is_there_lets_no_save_through(tmp_path, opts, monkeypatch):
     with a_life(opts) as life:
         os.rename(life.store.writer.staging, tmp_path / "gone")
         looks = intruding(monkeypatch, ("rmdir", "unlink"), "Main", 1, lambda: write(life.store, 1))
@@ -252,9 +240,8 @@ def test_a_look_whether_the_staging_is_there_lets_no_save_through(tmp_path, monk
     assert looks and not steps_of(opts)
 
 
-def test_a_life_that_was_taken_over_puts_nothing_aside_and_does_not_say_so(tmp_path):
+def test_a_life_that_was_taken_over_puts_nothing_aside_and_does_not_say_so(tmp_path, opts):
     """It wakes up in the middle of a comparison of the ranks, and finds that they differ."""
-    opts = options(tmp_path)
     with a_life(opts, said=(said := [])) as life:
         save(life, 1)
         save(life, 2)
@@ -266,9 +253,8 @@ def test_a_life_that_was_taken_over_puts_nothing_aside_and_does_not_say_so(tmp_p
 
 
 # ---- a survivor saves, and the next life waits for it -----------------------------------------------------
-def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
+def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path, opts):
     """The next life of a job starts while a survivor still writes: those steps must not be swept."""
-    opts = options(tmp_path)
     here = tmp_path / "here"
     lock = tmp_path / "run" / "lock"
 
@@ -321,11 +307,11 @@ def test_a_rescue_is_waited_for_while_it_moves_and_no_longer(tmp_path, moves):
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_a_rescue_waits_for_a_step_as_long_as_it_computes(tmp_path, monkeypatch, computes):
+def test_a_rescue_waits_for_a_step_as_long_as_it_computes(opts, monkeypatch, computes):
     """A huge net on CPUs takes longer than STEP_SECONDS; one that stands still is given up after them."""
     monkeypatch.setattr(saver, "STEP_SECONDS", 1.0)
     told = []
-    with a_life(options(tmp_path)) as life:
+    with a_life(opts) as life:
         rescuer = threading.Thread(target=lambda: told.append(announced_rescue(life.store)))
         with life.state.lock:
             rescuer.start()
@@ -339,9 +325,8 @@ def test_a_rescue_waits_for_a_step_as_long_as_it_computes(tmp_path, monkeypatch,
     assert told == ["step 3 saved by rank 0" if computes else ""]
 
 
-def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
+def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path, opts):
     """Another node, one step ahead, is still in a long forward when the next life has begun already."""
-    opts = options(tmp_path)
     here = tmp_path / "here"
     lock = tmp_path / "run" / "lock"
 

@@ -64,9 +64,8 @@ def test_saves_and_rescues_write_what_trains_and_each_checkpoint_is_whole_by_its
     assert all(torch.equal(tensor, expected(tensor, 4, name)) for name, tensor in found.items())
 
 
-def test_a_weight_that_moves_though_it_does_not_train_is_written(tmp_path):
+def test_a_weight_that_moves_though_it_does_not_train_is_written(opts):
     """An average, a second net: torch does not count all of these changes."""
-    opts = options(tmp_path)
     values = {}
     with a_life(opts, Adapted()) as life:
         still = life.state.net.still.weight
@@ -82,9 +81,8 @@ def test_a_weight_that_moves_though_it_does_not_train_is_written(tmp_path):
         assert torch.equal(weights_of(opts.run_dir, step)[0]["still.weight"], value)
 
 
-def test_what_stands_still_may_be_another_in_the_next_life(tmp_path, monkeypatch):
+def test_what_stands_still_may_be_another_in_the_next_life(opts, monkeypatch):
     """And a run of before, which has all in one file, goes on; its digest does not depend on that."""
-    opts = options(tmp_path)
     digests = set()
     for k, frozen in enumerate((False, True, False)):
         layout = FrozenLayout if frozen else lambda tensors, frozen: Layout(tensors)

@@ -19,8 +19,7 @@ from common.world import fingerprint_of
 from common.world.world import BLOCK_WORDS
 
 
-def test_a_folder_in_which_nothing_was_saved_is_bound_to_nothing(tmp_path):
-    opts = options(tmp_path)
+def test_a_folder_in_which_nothing_was_saved_is_bound_to_nothing(tmp_path, opts):
     with a_life(opts) as life:
         assert life.store.rescue() == ""  # its first batch fails, say
     _, root = two_checkpoints(tmp_path, steps=(1,), seed=2)
@@ -64,7 +63,9 @@ def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(
 
 
 @pytest.mark.parametrize("number", [1, 6, 9])
-def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is_touched(tmp_path, number):
+def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is_touched(
+    tmp_path, opts, number
+):
     """Formats 1 and 2 were written by earlier versions; 1 is what the first one with a README has left."""
     run = tmp_path / "run"
     shutil.copytree(Path(__file__).with_name("old_run"), run)
@@ -82,7 +83,7 @@ def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is
 
     before = files()
     said = f"step-00000003 has format {number}, this code reads 7(.|\n)*another --run-dir"
-    refused(options(tmp_path), said)
+    refused(opts, said)
     refused(options(tmp_path / "new", resume=str(run)), said)
     assert main([str(run), "--digest"]) == 2
     assert files() == before

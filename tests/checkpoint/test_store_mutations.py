@@ -12,6 +12,7 @@ import textwrap
 
 import pytest
 from ranks import fork_ranks
+from stores import options
 
 CRASH = "crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole"
 BITS = "damage", "every_single_bit_of_every_file_falls_back_when_it_flips", 4
@@ -139,7 +140,7 @@ def run(killer, folder, broken=None):
     name, test, *given = killer
     module = importlib.import_module(f"test_store_{name}" if name else "test_store")
     test = getattr(module, f"test_{test}")
-    fixtures = {"tmp_path": folder, "every": 29}
+    fixtures = {"tmp_path": folder, "opts": options(folder), "every": 29}
     names = inspect.signature(test).parameters
 
     def child(_):

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from ranks import fork_ranks
+from ranks import at_home, fork_ranks
 from refusals import refusal
 from stores import (
     a_life,
@@ -116,13 +116,13 @@ def test_what_ranks_must_have_in_common_is_named_by_its_flag(tmp_path, flag, val
     assert [name for name in one if one[name] != other[name]] == named
 
 
-def test_ranks_of_other_code_or_data_are_named_with_their_values(tmp_path):
+def test_ranks_of_other_code_or_data_are_named_with_their_values(opts):
     def begin(world):
         if world.rank == 1:
             torch.__version__ = "1.0"
-        refused(options(tmp_path), code, world=world)
+        refused(opts, code, world=world)
         torch.__version__ = version
-        refused(options(tmp_path), data, world=world, fingerprint="ab"[world.rank // 2] * 64)
+        refused(opts, data, world=world, fingerprint="ab"[world.rank // 2] * 64)
 
     version = torch.__version__
     code = re.escape(f"different things: rank 0 has torch {version}, rank 1 has torch 1.0")
@@ -140,13 +140,13 @@ def test_what_one_node_refuses_all_ranks_refuse_with_the_same_words(tmp_path):
     assert first == second
 
 
-def test_the_same_start_on_all_ranks_or_none(tmp_path):
+def test_the_same_start_on_all_ranks_or_none(opts):
     def begin(world):
-        state = tiny_state(options(tmp_path))
+        state = tiny_state(opts)
         with torch.no_grad():
             state.net[0].weight[0, 0] += world.rank
         with refusal("the ranks have made different weights"):
-            new_store(options(tmp_path), world).restore(state)
+            new_store(opts, world).restore(state)
         return state.invalid is None
 
     assert fork_ranks(2, begin) == [False, False]
@@ -187,7 +187,7 @@ def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path):
     opts = options(tmp_path, **flags)
 
     def train(world):
-        common.elastic.join = lambda opts, placed: world
+        at_home(world)
         real = common.elastic.TrainState.update
 
         def update(state, count):
@@ -204,8 +204,7 @@ def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path):
     assert steps_of(opts)[0] == 4
 
 
-def test_a_checkpoint_that_all_agreed_on_is_never_pruned(tmp_path):
-    opts = options(tmp_path)
+def test_a_checkpoint_that_all_agreed_on_is_never_pruned(opts):
     with a_life(opts) as life:
         for step in range(1, 7):
             save(life, step)

@@ -37,6 +37,7 @@ def labelled(count, *shape):
 NUMBERS = [*numbers(48, 6)]
 LABELLED = labelled(48, 6)
 TEST = labelled(20, 6)
+WHOLE_TEST = default_collate(TEST)  # as one batch
 
 
 def classifier():

@@ -1,7 +1,7 @@
 """timm's average is evaluated; a rate that falls when that stalls, and an end when it stalls twice."""
 
 import torch
-from beside import TEST, class_loss
+from beside import TEST, WHOLE_TEST, class_loss
 from program import Held
 from timm.utils import ModelEmaV3
 from torch import optim
@@ -33,7 +33,7 @@ def plain(net, optimizer, epochs, ema, plateau, stopper):
             optimizer.zero_grad()
             ema.update(net)
         with torch.no_grad():
-            loss = class_loss(ema.module, map(torch.stack, zip(*TEST, strict=True))).item()
+            loss = class_loss(ema.module, WHOLE_TEST).item()
         plateau.step(loss)
         if stops(stopper, loss):
             break

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from beside import numbers
 from torch import nn
+from torch.utils.data import default_collate
 
 
 def pairs(count):
@@ -28,7 +29,7 @@ def psnr(mse):
 
 
 def seen(net, optimizer):
-    return {"step 6: val_psnr": psnr(loss_of(net, map(torch.stack, zip(*pairs(20), strict=True))))}
+    return {"step 6: val_psnr": psnr(loss_of(net, default_collate(pairs(20))))}
 
 
 def mine(run):

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from program import Held, Part
 from torch import nn, optim
+from torch.utils.data import default_collate
 
 COLUMNS = 16
 TEXT = torch.randint(9, (COLUMNS, 16), generator=torch.Generator().manual_seed(1))
@@ -42,7 +43,7 @@ def loss_of(net, batch, hidden=None):
 
 
 def plain(net, optimizer, epochs, held):
-    test = [*map(torch.stack, zip(*TEST, strict=True))]
+    test = default_collate(TEST)
     for epoch in epochs:
         for batch in epoch:
             loss, hidden = loss_of(net, batch, held["hidden"])

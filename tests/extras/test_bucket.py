@@ -6,14 +6,13 @@ import shutil
 import signal
 
 import pytest
-from jobs import PACED, until
+from jobs import PACED, digest, until
 from refusals import refusal
 from s3 import server
 from stores import Adapted, a_life, announced_rescue, is_at, options, refused, resumes_at, save
 
 from common.extras.bucket import Bucket
 from common.extras.differ import roll_back
-from tests.chaos.checks import digest
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -21,8 +20,8 @@ NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with server(tmp_path_factory.mktemp("s3")) as running:
+def s3():
+    with server() as running:
         yield running
 
 

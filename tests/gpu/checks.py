@@ -43,16 +43,17 @@ def stuck_stream(*flags):
 def late_copy(device="cuda:0"):
     """A save that is still copied when an evaluation puts the averages into the net: it has the weights."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-    from stores import new_store, options, tiny_state, world_of_one
+    from stores import a_life, options, world_of_one
 
     width = 4096 if device != "cpu" else 64
-    with tempfile.TemporaryDirectory() as folder:
-        world = replace(world_of_one(), devices=(torch.device(device),))
-        net = nn.Sequential(*(nn.Linear(width, width) for _ in range(16))).to(device)
-        opts = options(Path(folder), ema_decay=0.5)
-        store = new_store(opts, world)
-        state = tiny_state(opts, net)
-        store.restore(state)
+    world = replace(world_of_one(), devices=(torch.device(device),))
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(16))).to(device)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        a_life(options(Path(folder), ema_decay=0.5), net, world=world) as life,
+    ):
+        store = life.store
+        state = life.state
         for _ in range(2):
             net(torch.ones(8, width, device=device)).square().mean().backward()
             state.update(8)
@@ -63,7 +64,6 @@ def late_copy(device="cuda:0"):
         store.saver.wait()
         views = store.saver.images["model"].views
         print("differ:", sum(not torch.equal(views[name], p.cpu()) for name, p in wanted.items()))
-        store.close()
 
 
 if __name__ == "__main__":

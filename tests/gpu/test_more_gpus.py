@@ -7,8 +7,8 @@ import sys
 import time
 
 import pytest
-from gpus import SMALL, TEXT, begin, devices, digest, fake, needs, pids, seen, train
-from jobs import ROOT, audit, losses
+from gpus import SMALL, TEXT, begin, devices, fake, needs, pids, seen, train
+from jobs import ROOT, audit, digest, losses
 
 NETS = ROOT / "tests/tools/nets.py"
 DROPOUT = (f"--model={NETS}:cnn", f"--dataset={NETS}:pictures")
@@ -56,7 +56,7 @@ def test_the_digest_is_that_of_one_gpu_with_ranks_and_with_a_net_over_devices(jo
         script, how = ways[name]
         more = () if how else (devices(0, 1),)
         train(jobs, tmp_path / name, script, *SMALL, *flags, *more, **how)
-    assert len({digest(jobs, tmp_path / name) for name in ("1", *chosen.split())}) == 1
+    assert len({digest(tmp_path / name) for name in ("1", *chosen.split())}) == 1
 
 
 @needs(2)

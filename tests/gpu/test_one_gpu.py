@@ -6,8 +6,8 @@ import signal
 import time
 
 import pytest
-from gpus import CHECKS, SMALL, TEXT, begin, devices, digest, end, fake, needs, pids, train
-from jobs import ROOT, events, losses, rows, until
+from gpus import CHECKS, SMALL, TEXT, begin, devices, end, fake, needs, pids, train
+from jobs import ROOT, digest, events, losses, rows, until
 from jobs import steps_on_disk as saved
 
 pytestmark = needs(1)
@@ -78,7 +78,7 @@ def test_two_runs_have_one_digest_and_a_killed_one_has_it_too(jobs, tmp_path, fl
     job.kill()
     job.wait()
     train(jobs, tmp_path / "c", "train_ddp.py", *flags)
-    assert len({digest(jobs, tmp_path / name) for name in "abc"}) == 1
+    assert len({digest(tmp_path / name) for name in "abc"}) == 1
 
 
 def test_every_checkpoint_is_that_of_a_run_whose_kernels_block(jobs, tmp_path):
@@ -109,7 +109,7 @@ def test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net(jobs, t
     """The net draws dropout in several stages; without --virtual-ranks a GPU adds up in any order."""
     train(jobs, tmp_path / "ddp", "train_ddp.py", *SMALL, "--virtual-ranks=8")
     train(jobs, tmp_path / "mp", "train_mp.py", *SMALL, "--virtual-ranks=8", devices(0, 0))
-    assert digest(jobs, tmp_path / "ddp") == digest(jobs, tmp_path / "mp")
+    assert digest(tmp_path / "ddp") == digest(tmp_path / "mp")
     model = (*SMALL, "--micro-batch-size=8", *TEXT, "--log-every=1")
     train(jobs, tmp_path / "whole", "train_ddp.py", *model)
     train(jobs, tmp_path / "cut", "train_mp.py", devices(0, 0), *model)

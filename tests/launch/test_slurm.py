@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-from jobs import ROOT
+from jobs import ROOT, executable
 
 SCRIPT = ROOT / "launch/slurm.sbatch"
 SRUN = """#!/usr/bin/env bash
@@ -35,8 +35,7 @@ def slurm(tmp_path):
         "mktemp": "#!/bin/sh\nsleep 0.3\nexec /usr/bin/mktemp\n",  # slow: no look may come before srun
         "squeue": '#!/bin/sh\necho squeue "$@" >> said\necho "$LEFT"\n',
     }.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+        executable(tmp_path / name, text)
     usual = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(tmp_path),

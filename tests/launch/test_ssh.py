@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from jobs import ROOT, until
+from jobs import ROOT, executable, until
 
 SSH = ROOT / "launch/ssh.sh"
 # Takes what launch/ssh.sh passes; the machine `gone` cannot be reached.
@@ -42,8 +42,7 @@ while True:
 def ssh(jobs, tmp_path):
     """Starts launch/ssh.sh in a session of its own, as from a terminal; `notes` are those of its Pythons."""
     for name, text in (("ssh", FAKE_SSH), ("python", FAKE_PYTHON)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+        executable(tmp_path / name, text)
     notes = tmp_path / "notes"
     notes.touch()
     env = {

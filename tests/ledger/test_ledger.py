@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -50,15 +49,6 @@ KILLED = (
 
 def write(folder, *events):
     (folder / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-
-
-@pytest.fixture
-def now(monkeypatch):
-    """What the clocks say: seconds since something, and by how much the wall clock is ahead."""
-    now = SimpleNamespace(seconds=10.0, ahead=1000.0)
-    monkeypatch.setattr(time, "monotonic", lambda: now.seconds)
-    monkeypatch.setattr(time, "time", lambda: now.seconds + now.ahead)
-    return now
 
 
 def test_each_second_is_in_one_bucket_also_those_of_a_life_whose_rank_0_was_killed(tmp_path):
@@ -289,8 +279,7 @@ def test_an_old_life_has_an_entry_a_minute_and_loses_no_second_though_its_wall_c
 
 
 def test_the_page_of_a_run_holds_its_curves_deaths_and_lives_and_asks_for_nothing_else(tmp_path):
-    """The seconds until the next command was typed are no price of a death: they are left out of its bars."""
-    write(tmp_path, *KILLED[:8], KILLED[8] | {"job": "another"}, *KILLED[9:])
+    write(tmp_path, *KILLED)
     rows = "".join(f'{{"step": {step}, "epoch": 1, "loss": 0.5}}\n' for step in range(9000))
     (tmp_path / "metrics.jsonl").write_text(rows)
     assert main([str(tmp_path), "--html=page"]) == 0

@@ -119,18 +119,16 @@ def test_a_full_disk_costs_lines_and_one_warning_and_a_torn_line_does_not_swallo
 
 # ---- the console ----------------------------------------------------------------------------------
 def test_a_line_says_epoch_step_eta_numbers_and_samples_per_second_and_the_last_one_the_result(
-    tmp_path, capsys, monkeypatch
+    tmp_path, capsys, now
 ):
-    now = [100.0]
-    monkeypatch.setattr("common.ledger.log.time.monotonic", lambda: now[0])
     with closing(Log(options(tmp_path), 0, 100, 564)) as log:
         log.start(["net, 21,840 parameters"])
-        now[0] += 1
+        now.seconds += 1
         log.step({"step": 120, "epoch": 0, "loss": 0.48123, "acc": 0.8611, "lr": 1e-3})
-        now[0] += 60
+        now.seconds += 60
         metrics = {"val_acc": 0.9712, "val_loss": 0.09}
         log.evaluation({"step": 188} | metrics, metrics | {"labels": [1, 2]})
-        now[0] += 1
+        now.seconds += 1
         log.step({"step": 189, "epoch": 1, "f1": 1.23456})  # a minute of evaluation left out
         log.done(564, {"val_acc": 0.9712, "step": 188})
     assert capsys.readouterr().out.splitlines() == [

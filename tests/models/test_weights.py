@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from poisoned import Bomb
 from refusals import refusal
 from samples import Facts, state_of
 
@@ -88,11 +89,6 @@ def test_a_head_of_another_size_begins_afresh_and_the_rest_does_not(build):
     assert same(net[:4], build(seed=7)[:4].state_dict()) and same(net[4], build()[4].state_dict())
     with refusal("no weight's name begins with 'fc.'\nthere are 0, 1, 4"):
         build(init_from="w.pt", init_skip=("4.", "fc."))
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch canary",)
 
 
 @pytest.mark.parametrize(

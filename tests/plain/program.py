@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from jobs import ROOT, rows, weights
-from ranks import fork_ranks
+from ranks import at_home, fork_ranks
 from torch import nn
 from torch.utils.data import default_collate
 
 from common import elastic
 from common.sampler import ElasticSampler
-from common.world import world as pinned
 
 FLAGS = Path(__file__).with_name("flags.py")
 SLICES = {"virtual_ranks": 4}
@@ -53,6 +52,11 @@ class Part(nn.Module):
 
     def forward(self, *inputs, **named):
         return self.function(self, *inputs, **named)
+
+
+def headed(forward, **parts):
+    """A net of a function of it and x."""
+    return Part(forward, head=nn.Linear(6, 3), **parts)
 
 
 class Held(dict):
@@ -256,15 +260,8 @@ def live(world, program, door, folder, last_call):
     global now
     now = program
     sys.stdout = sys.stderr = open(folder / f"rank {world.rank}", "w")
-
     world = replace(world, devices=(torch.device(program.device),))
-
-    def join(opts, placed):
-        pinned.pin(opts)
-        devices = tuple(map(torch.device, opts.devices)) or world.devices
-        return replace(world, devices=devices)
-
-    elastic.join = join
+    at_home(world)
     elastic.leave = leave
     program.last_call = last_call * (world.rank == world.size - 1)
     given = {"run_dir": folder / "run", "epochs": 2, "log_every": 1}

@@ -4,7 +4,7 @@ An evaluation leaves nothing behind; an optimizer keeps what it likes.
 """
 
 import torch
-from program import FLAGS, Part, Program
+from program import FLAGS, Part, Program, headed
 from timm.optim import create_optimizer_v2
 from torch import nn
 
@@ -75,7 +75,7 @@ class Qat(Program):
             unit = net.top / 8
             return net.head((x / unit).round() * unit)
 
-        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(3.0))
+        return headed(forward, top=torch.tensor(3.0))
 
 
 # ---- float64, and what comes before the first batch -------------------------------------------------
@@ -90,7 +90,7 @@ class Stamps(Program):
         return x.double() * 50 + 1.7e9, y
 
     def net(self):
-        return Part(lambda net, x: net.head(((x - 1.7e9) / 50).float()), head=nn.Linear(6, 3))
+        return headed(lambda net, x: net.head(((x - 1.7e9) / 50).float()))
 
 
 class LoadsInside(Program):

@@ -31,6 +31,7 @@ from program import (
     Wrong,
     check_numbers,
     check_refusal,
+    headed,
     loop,
     replicas,
     script,
@@ -250,7 +251,7 @@ class Slope(Program):
     """A gradient of a gradient, in the evaluation too; and a part of the net is called by itself."""
 
     def net(self):
-        return Part(lambda net, x: net.head(x), head=nn.Linear(6, 3))
+        return headed(lambda net, x: net.head(x))
 
     @torch.enable_grad()
     def loss(self, net, batch):
@@ -393,7 +394,7 @@ class Sums(Program):
                 net.total += out.detach().sum(0)
             return out + net.total
 
-        return Part(forward, head=nn.Linear(6, 3), total=torch.zeros(3))
+        return headed(forward, total=torch.zeros(3))
 
 
 class Mask(Program):
@@ -407,7 +408,7 @@ class Mask(Program):
             net.mask = self.next(net.mask, x)
             return net.head(x * net.mask)
 
-        return Part(forward, head=nn.Linear(6, 3), mask=self.first)
+        return headed(forward, mask=self.first)
 
     def next(self, mask, x):
         return torch.ones(len(x), 1)
@@ -428,7 +429,7 @@ class Annealed(Program):
     doors = "loop"
 
     def net(self):
-        return Part(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3), heat=torch.tensor(2.0))
+        return headed(lambda net, x: net.head(x) / net.heat, heat=torch.tensor(2.0))
 
     def after(self, net, optimizer, step):
         net.heat *= 0.9
@@ -457,7 +458,7 @@ class Observed(Program):
                 net.top = torch.where(net.top.isfinite(), net.top.lerp(top, 0.1), top)
             return net.head(x / net.top)
 
-        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(self.top))
+        return headed(forward, top=torch.tensor(self.top))
 
     def scores(self, out, y):
         return {"loss": super().scores(out, y)["loss"]}
@@ -608,7 +609,7 @@ class LittleMemory(Program):
                 raise MemoryError
             return net.head(x)
 
-        return Part(forward, head=nn.Linear(6, 3))
+        return headed(forward)
 
 
 # ---- loops ------------------------------------------------------------------------------------------

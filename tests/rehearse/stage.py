@@ -59,11 +59,6 @@ def wide(self):
     return nn.Sequential(nn.Linear(6, 900), nn.Tanh(), nn.Linear(900, 3))
 
 
-def headed(forward, **parts):
-    """A net of a function of it and x."""
-    return program.Part(forward, head=nn.Linear(6, 3), **parts)
-
-
 class Read(program.Samples):
     """Inputs that are made anew at each reading."""
 

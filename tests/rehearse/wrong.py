@@ -13,8 +13,8 @@ import silent
 import test_programs
 import torch
 import torch.nn.functional as F
-from program import SLICES, mean_loss
-from stage import Read, Rehearsed, around, headed, row, wide
+from program import SLICES, headed, mean_loss
+from stage import Read, Rehearsed, around, row, wide
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

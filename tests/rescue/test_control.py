@@ -29,7 +29,7 @@ def test_a_run_saves_when_asked_trains_on_and_stops_when_asked_with_143_and_no_n
 
     wait_for(run, 1, 0, job)
     ask("save")
-    until(lambda: any((run / "checkpoints").glob("step-*/manifest.json")), "the save")
+    until(lambda: steps_on_disk(run), "the save")
     step = reached(run)
     until(lambda: reached(run) > step, "a further step")
     ask("stop")

@@ -1,6 +1,5 @@
 """What lives before it mean for the one that begins."""
 
-import shutil
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -88,12 +87,3 @@ def test_lives_that_end_before_they_train_end_the_job_with_5_too(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/attempt_{restart}/0/error.json")
     with refusal("before they could train", code=5) if ends else nullcontext():
         refuse_a_crash_loop()
-
-
-def test_a_start_that_finds_no_checkpoint_where_one_was_saved_tells_so(jobs, run):
-    """Its disk may not be mounted: training would begin again without a word."""
-    flags = (f"--run-dir={run}", "--model=mlp", "--dataset=random", "--no-tensorboard", "--max-steps=4")
-    for told in (False, True):
-        said = jobs.python("train_ddp.py", *flags).ends_with(0)
-        assert told == ("step 4 was saved, training goes on at step 0: is a disk missing" in said), said
-        shutil.rmtree(run / "checkpoints")

@@ -37,13 +37,6 @@ def watched(world, limit):
     return state, lambda: ears.stop(thread), reports
 
 
-def move_for(seconds, state):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        state.heartbeat += 1
-        time.sleep(0.05)
-
-
 def has_no_room_for_a_thread(world):
     """The seconds that faulthandler was asked for, though it never had a thread."""
     armed = []
@@ -81,8 +74,10 @@ def test_a_thread_that_wakes_at_the_clean_end_leaves_the_pipe_of_the_signals_ope
 def wait_for_rank_1(world):
     """Reports of each rank while rank 1 works, for three times the limit."""
     state, stop, reports = watched(world, 2)
-    if world.rank == 1:
-        move_for(6, state)
+    end = time.monotonic() + 6
+    while world.rank == 1 and time.monotonic() < end:
+        state.heartbeat += 1
+        time.sleep(0.05)
     world.barrier()
     stop()
     return reports

@@ -6,7 +6,7 @@
         default.broken = error           each event on it raises, as after a device-side assert
     with fake_streams(gpu=1):            a thread that has not chosen GPU 1 cannot ask: GPU 0 is full
     with fake_streams(count=2):          two GPUs: `default.others` has the stream of the second one
-    with fake_gpu(2) as made:            tensors on "cuda:0" and "cuda:1" have a device and no numbers: two
+    with fake_gpus() as made:            tensors on "cuda:0" and "cuda:1" have a device and no numbers: two
         net = made(nn.Linear, 6, 3)      devices in one operation are an error; a backward leaves gradients
                                          of ones; each GPU has a stream of its own
     OverDevices("cpu", parts=[[p], [q]]) a GradScaler to which each list lies on a device of its own
@@ -174,7 +174,7 @@ def on_a_gpu(store, default):
 
 
 @contextlib.contextmanager
-def fake_gpu(count=1):
+def fake_gpus():
     """Yields `made(module, ...)`, the module on the first GPU."""
     nets = []
 
@@ -190,14 +190,14 @@ def fake_gpu(count=1):
                 hook(p)
 
     with (
-        fake_streams(count=count),
+        fake_streams(count=2),
         FakeTensorMode(allow_non_fake_inputs=True),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(torch.nn.Module, "to", moved)
         patch.setattr(torch.Tensor, "backward", backward)
         patch.setattr(torch.autograd, "backward", backward)
-        patch.setattr(torch.cuda, "default_generators", [Generator() for _ in range(count)])
+        patch.setattr(torch.cuda, "default_generators", [Generator(), Generator()])
         patch.setattr(torch.Tensor, "tolist", lambda t: [1.0] * t.numel())
         patch.setattr(torch.Tensor, "item", lambda t: 1.0)
         for kind in (int, float, bool):

@@ -86,10 +86,6 @@ def train(jobs, run, script, *flags, code=0, check=(), **how):
     return end(begin(jobs, script, *check, f"--run-dir={run}", "--no-tensorboard", *flags, **how), code)
 
 
-def digest(jobs, run):
-    return end(begin(jobs, "-m", "common.checkpoint", run, "--digest")).split()[-1]
-
-
 def pids(run, life=0):
     """Of its ranks, once one of them has made a step."""
     until(lambda: len(events(run, "first_step")) > life, f"life {life}")

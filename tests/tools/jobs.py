@@ -53,6 +53,14 @@ def ran(*words, cwd=ROOT, timeout=300, **env):
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
+def executable(path, text):
+    """A program of this text; its folder."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path.parent
+
+
 def free_port():
     """Below the ports that the kernel hands out by itself: one of those may be another's a moment later."""
     while True:
@@ -76,8 +84,7 @@ class Jobs:
 
     def __exit__(self, *_):
         for pid in self.alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            self.kill(pid)
         if self.warm:
             with self.warm:  # waits, and closes its pipes
                 self.warm.kill()  # some process of the test's may hold its stdin open
@@ -142,17 +149,13 @@ class Jobs:
         until(lambda: "store on" in store.output, "the store")
         return store, store.output.split("store on ")[1].strip()
 
-    def owns(self, pid):
-        """Whether that process carries our token: a pid alone may be somebody else's by now."""
-        return carries(pid, self.token)
-
     def alive(self):
         """Every living process of ours, the warm one excepted; zombies do not live."""
         return [pid for pid in alive(self.token) if not (self.warm and pid == self.warm.pid)]
 
     def kill(self, pid, number=signal.SIGKILL):
-        """Whether the signal was sent to a living process of ours."""
-        if not self.owns(pid):
+        """Whether the signal was sent to a living process of ours: its pid may be somebody else's by now."""
+        if not carries(pid, self.token):
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -312,6 +315,13 @@ def audit(run):
     from common.extras.audit import audit as count
 
     return count(Path(run))
+
+
+def digest(run):
+    """The word that `python -m common.checkpoint RUN --digest` ends with."""
+    from common.extras.chosen import choose
+
+    return choose(run, "newest")[2].split()[-1]
 
 
 def rows(run):

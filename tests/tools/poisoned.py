@@ -1,4 +1,6 @@
-"""A dataset with a sample that cannot be read, for tests of runs that come to nothing."""
+"""What harms: a dataset with a sample that cannot be read, and what runs code where it is unpickled."""
+
+import os
 
 import torch
 from torch.utils.data import Dataset
@@ -21,3 +23,10 @@ class Poisoned(Dataset):
 
 def data():
     return Poisoned(37), Poisoned()
+
+
+class Bomb:
+    """Whoever unpickles it makes a folder `canary` where it was pickled."""
+
+    def __reduce__(self):
+        return os.mkdir, (f"{os.getcwd()}/canary",)

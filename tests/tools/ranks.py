@@ -22,11 +22,13 @@ import uuid
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from police import end_with
 
 from common import errors
 from common.world import World
+from common.world.world import pin
 
 AFTERWARDS = 15  # seconds the others have once a rank has failed: peers fail of it too
 
@@ -81,6 +83,18 @@ def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(),
     late = [f"rank {rank}: no answer in time, killed" for rank in pipes.values()]
     assert not late and not failed, "\n".join(wrong + late)
     return [answers[rank][1] if answers[rank][0] else codes[rank] for rank in range(size)]
+
+
+def at_home(world):
+    """A training in this process meets as this world; fork_ranks ends its ranks together."""
+    from common import elastic
+
+    def join(opts, placed):
+        pin(opts)
+        return replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
+
+    elastic.join = join
+    elastic.leave = lambda world: None
 
 
 def _end(pid):

@@ -1,4 +1,4 @@
-"""A rank's share of a global batch of given tensors, as `batches` would cut it; a net's state, its steps."""
+"""Given tensors as data; a net's state, its steps."""
 
 from typing import NamedTuple
 
@@ -24,17 +24,6 @@ class Facts(NamedTuple):
     vocab: int | None = None
 
 
-def share_of(x, y, opts, rank=0, world=1):
-    mine = share(len(x), rank, world, opts.virtual_ranks)
-    parts = []
-    at = mine.start
-    for n in forward_sizes(len(x), rank, world, opts):
-        ids = list(range(at, at + n))
-        parts.append((ids, (x[ids], y[ids]) if n or opts.sync_bn else None))
-        at += n
-    return Batch(parts, len(x))
-
-
 class Samples(Split):
     """Given tensors as a split of a dataset in memory."""
 
@@ -52,6 +41,15 @@ class Samples(Split):
 
     def fetch(self, ids, epoch=0, augment=False):
         return self.x[list(ids)], self.y[list(ids)]
+
+
+def held(state):
+    """A copy of all that a checkpoint would hold, by name."""
+    return {name: t.clone() for part in state.tensors().values() for name, t in part.items()}
+
+
+def same(one, other):
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def state_of(net, opts, samples=100, task=None, **more):
@@ -72,6 +70,19 @@ class Steps:
         self.model = Called(self.placed, self.state)
         self.world = world
         self.split = split
+
+    def batch(self, x, y):
+        """This rank's share of a global batch of these tensors, as `batches` would cut it."""
+        opts = self.state.opts
+        rank = self.world.rank
+        size = self.world.size
+        parts = []
+        at = share(len(x), rank, size, opts.virtual_ranks).start
+        for n in forward_sizes(len(x), rank, size, opts):
+            ids = list(range(at, at + n))
+            parts.append((ids, (x[ids], y[ids]) if n or opts.sync_bn else None))
+            at += n
+        return Batch(parts, len(x))
 
     def backward(self, batch, task=None):
         """The gradient of a global batch; returns this rank's totals."""

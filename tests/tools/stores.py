@@ -3,6 +3,7 @@ worlds of one.
 """
 
 import contextlib
+import errno
 import os
 import signal
 import uuid
@@ -246,6 +247,11 @@ def damaged(path, table, count=1):
         read_facts(2, path.parent) if table is None else read_file(path, table, count=count)
     except Damaged:
         return True
+
+
+def full(path, *_):
+    """In the place of what writes."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def flips(path, every):

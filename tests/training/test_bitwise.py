@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import threading
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +17,15 @@ import pytest
 import stores
 import torch
 import torch.distributed as dist
-from jobs import lives, rows
-from ranks import fork_ranks
-from refusals import refusal
-from samples import ALONE, CPU, Facts, Samples, Steps, share_of
+from jobs import digest, lives, rows
+from ranks import at_home, fork_ranks
+from samples import ALONE, CPU, Facts, Samples, Steps
 
 import common.elastic as house
 import train_ddp
 from common.errors import guarded
 from common.extras import bits
 from common.extras.bits import Slices
-from common.extras.rules import check_world
 from common.models import build_model
 from common.options import Options
 from common.world import world as pinned
@@ -49,9 +46,7 @@ CNN = {
 
 def life(world, script, opts, kill=None):
     """A rank's life in a script, from its options to its end; `kill`, (rank, step, phase): SIGKILL there."""
-    world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
-    house.join = lambda opts, placed: (pinned.pin(opts), world)[1]
-    house.leave = lambda world: None  # fork_ranks ends them together
+    at_home(world)
     torch.manual_seed(os.getpid())  # nothing may depend on the generator a process happens to have
     if kill and kill[0] == world.rank:
         die_at(script, *kill[1:])
@@ -113,11 +108,10 @@ def run(folder, world, given, script=train_ddp, kill=None):
 
 
 def left_by(folder):
-    newest = max((folder / "checkpoints").glob("step-*"))
     # A record that its writer's death had swallowed comes back from a checkpoint, with its names in another
     # order.
     metrics = "\n".join(json.dumps(row | {"time": 0}, sort_keys=True) for row in rows(folder))
-    return json.loads((newest / "manifest.json").read_text())["digest"], metrics
+    return digest(folder), metrics
 
 
 # ---- any world ------------------------------------------------------------------------------------
@@ -182,11 +176,6 @@ def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, mon
     stores.refused(opts, "CPU threads per process was 1, now 2")
 
 
-def test_more_processes_than_slices_are_refused():
-    with refusal("WORLD_SIZE=3 is more than --virtual-ranks 2"):
-        check_world(Options(virtual_ranks=2), 3)
-
-
 # ---- parts ----------------------------------------------------------------------------------------
 def small(world, virtual_ranks):
     """Steps of a net of the tests, without a script around them."""
@@ -200,7 +189,7 @@ def small(world, virtual_ranks):
 def step(steps):
     torch.manual_seed(steps.state.progress.step)
     x, y = torch.randn(24, 1, 12, 12), torch.randint(4, (24,))
-    steps.step(share_of(x, y, steps.state.opts, steps.world.rank, steps.world.size))
+    steps.step(steps.batch(x, y))
 
 
 def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_none():
@@ -211,24 +200,12 @@ def test_a_gradient_of_minus_zero_is_a_gradient_and_a_weight_without_one_has_non
             used = net["used"].sum() if samples[1] == 2 else 0
             return {"loss": (net["w"].sum() - 0.0 * used, 1), "acc": (0, 1)}
 
-        opts = Options(virtual_ranks=4)
         v = torch.arange(4)
-        Steps(net, opts, world).backward(share_of(v, v, opts, world.rank, 2), task)
+        steps = Steps(net, Options(virtual_ranks=4), world)
+        steps.backward(steps.batch(v, v), task)
         return [name for name, p in net.items() if p.grad is None]
 
     assert fork_ranks(2, without_a_gradient) == [["unused"]] * 2
-
-
-@pytest.mark.parametrize("virtual_ranks", [0, 8])
-def test_buffers_that_are_not_finite_stay_as_they_are(virtual_ranks):
-    def infinite(world):
-        steps = small(world, virtual_ranks)
-        step(steps)
-        committed = steps.state.statistics.committed
-        counted = [int(b) for name, b in committed.items() if name.endswith("num_batches_tracked")]
-        return committed["0.infinite"].tolist(), counted
-
-    assert fork_ranks(2, infinite) == [([-torch.inf, 1.0], [1])] * 2
 
 
 @pytest.mark.parametrize("slices", [3, 8])

@@ -9,12 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fakes import fake_gpu, fake_streams
+from fakes import fake_gpus, fake_streams
 from jobs import ROOT
 from program import Part
 from ranks import fork_ranks
 from refusals import refusal
-from samples import ALONE, CPU, Samples, Steps, share_of
+from samples import ALONE, CPU, Samples, Steps
 from torch import nn
 
 from common.checkpoint.tensors import Image
@@ -38,13 +38,13 @@ def live(world, made_net, devices, size, flags, given):
         importlib.import_module(f"common.{module}").gather = lambda world, value: [value]
     world = replace(world, devices=devices)
     opts = Options(global_batch_size=8, **flags)
-    with fake_gpu(2) as made:
+    with fake_gpus() as made:
         net = made(made_net)
         x, y = torch.randn(size, 6), torch.arange(size) % 3
         samples = Samples(x, y)
         steps = Steps(net, opts, world, split=samples, **given)
         state = steps.state
-        totals = steps.step(share_of(x, y, opts))
+        totals = steps.step(steps.batch(x, y))
         state.note(totals)
         evaluate(steps.model, samples, state, world, state.task)
         judge = OwnTask(lambda *given: {"loss": (1.0, 8), "hits": loss(*given)["acc"]}, "the judge")
@@ -125,7 +125,7 @@ def test_a_net_is_cut_from_the_host_and_no_device_ever_has_all_of_it():
             seen.append(str(device))
             return to(net, device)
 
-        with fake_gpu(2) as made:
+        with fake_gpus() as made:
             net = made(parted, 4)
             to = nn.Module.to
             nn.Module.to = noted
@@ -140,10 +140,10 @@ def test_a_net_is_cut_from_the_host_and_no_device_ever_has_all_of_it():
 def test_so_many_forwards_are_in_flight_before_their_common_backward(flags, wanted):
     def flights(world):
         opts = Options(script="mp", global_batch_size=20, micro_batch_size=1, **flags)
-        with fake_gpu(2) as made:
+        with fake_gpus() as made:
             steps = Steps(made(parted, 2), opts, replace(world, devices=GPUS), place=cut)
             torch.autograd.backward = backward = Mock(wraps=torch.autograd.backward)
-            steps.step(share_of(torch.randn(20, 6), torch.arange(20) % 3, opts))
+            steps.step(steps.batch(torch.randn(20, 6), torch.arange(20) % 3))
             return [len(call.args[0]) for call in backward.call_args_list]
 
     assert fork_ranks(1, flights) == [wanted]
@@ -159,7 +159,7 @@ def test_a_cut_net_draws_as_one_generator_would():
             generator.state += 1
             return x
 
-        with fake_gpu(2) as made:
+        with fake_gpus() as made:
             net = made(lambda: nn.Sequential(*[Part(draw) for _ in range(3)]))
             model = cut(net, Options(script="mp", balance="2,1"), replace(world, devices=GPUS))
             for _ in range(2):

@@ -3,6 +3,7 @@
 torch's own list of optimizers, with their settings, says what there is.
 """
 
+import copy
 import inspect
 import sys
 import unittest
@@ -12,7 +13,7 @@ import pytest
 import torch
 from ranks import fork_ranks
 from refusals import refusal
-from samples import state_of
+from samples import held, same, state_of
 from torch import nn
 
 from common.errors import UserError
@@ -84,18 +85,10 @@ def made(name, settings):
 @torch.no_grad()
 def resume(state, other):
     """As a restart does: the net's tensors are copied in their places, the others given back by name."""
-    held = captured(other)
+    saved = copy.deepcopy(other.tensors())
     for name, tensor in state.tensors()["model"].items():
-        tensor.copy_(held["model"][name])
-    state.load(other.facts(), held["optimizer"])
-
-
-def captured(state):
-    return {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in state.tensors().items()}
-
-
-def same(one, other):
-    return all(torch.equal(tensor, other[part][name]) for part in one for name, tensor in one[part].items())
+        tensor.copy_(saved["model"][name])
+    state.load(other.facts(), saved["optimizer"])
 
 
 def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_checkpoint(listed):
@@ -114,7 +107,7 @@ def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_ch
             plain.step()
             plain.zero_grad()
             equal = all(map(torch.equal, net.parameters(), state.net.parameters()))
-            if not equal or not same(captured(state), captured(resumed)):
+            if not equal or not same(held(state), held(resumed)):
                 wrong.append((name, settings, step))
     assert not wrong
 

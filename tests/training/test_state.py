@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fakes import OverDevices, fake_streams, on_a_gpu
-from samples import ALONE, state_of
+from samples import ALONE, held, same, state_of
 from torch import nn
 
 from common.errors import UserError
@@ -32,15 +32,6 @@ def train(state, steps):
         nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,))).backward()
         state.update(8)
     return state
-
-
-def held(state):
-    """A copy of all that a checkpoint would hold."""
-    return {name: t.clone() for part in state.tensors().values() for name, t in part.items()}
-
-
-def same(one, other):
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_a_buffer_under_two_names_stays_one_and_no_name_of_it_shows_what_a_step_has_begun():
@@ -73,7 +64,7 @@ def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, ov
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2, 3, 99])
-def test_a_checkpoint_of_an_evaluation_also_of_one_without_memory_has_the_nets_own_weights(
+def test_a_checkpoint_of_an_evaluation_also_of_one_without_memory_has_the_nets_own_weights_and_averages(
     fails_at, monkeypatch
 ):
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))

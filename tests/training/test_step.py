@@ -6,7 +6,7 @@ import torch
 from program import Part
 from ranks import fork_ranks
 from refusals import refusal
-from samples import ALONE, CPU, Samples, Steps, share_of
+from samples import ALONE, CPU, Samples, Steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,21 +30,19 @@ def small_net(norm=False):
     return nn.Sequential(*layers).double()
 
 
-def batch_of(size, rank=0, world=1, opts=None):
-    """The share of one rank of one and the same global batch."""
+def drawn(size):
+    """One and the same global batch of this size."""
     torch.manual_seed(size)
-    x = torch.randn(size, 6, dtype=torch.float64)
-    y = torch.randint(0, 3, (size,))
-    return share_of(x, y, opts or Options(), rank, world)
+    return torch.randn(size, 6, dtype=torch.float64), torch.randint(0, 3, (size,))
 
 
 def full_batch_gradient(size, smoothing=0.0):
     net = small_net()
-    batch = batch_of(size)
-    out = net(batch.x)
-    loss = nn.functional.cross_entropy(out, batch.y, label_smoothing=smoothing)
+    x, y = drawn(size)
+    out = net(x)
+    loss = nn.functional.cross_entropy(out, y, label_smoothing=smoothing)
     loss.backward()
-    right = (out.argmax(1) == batch.y).sum().item()
+    right = (out.argmax(1) == y).sum().item()
     return [p.grad for p in net.parameters()], [loss.item() * size, size, right, size]
 
 
@@ -67,7 +65,7 @@ def test_the_gradient_is_the_full_batch_gradient_at_any_world_size_and_micro_bat
     def gradient(world):
         net = small_net()
         steps = steps_of(net, world, **flags)
-        totals = world.all_sum(steps.backward(batch_of(size, world.rank, world.size, steps.state.opts)))
+        totals = world.all_sum(steps.backward(steps.batch(*drawn(size))))
         return [p.grad.tolist() for p in net.parameters()], totals.tolist()
 
     wanted, totals = full_batch_gradient(size, flags.get("label_smoothing", 0.0))
@@ -83,7 +81,7 @@ def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count(world, size, sl
         net = small_net()
         steps = steps_of(net, world, optimizer="sgd", momentum=0.0, lr=1.0, virtual_ranks=slices)
         steps.state.scaler = Scaler("cpu", init_scale=1024.0)
-        steps.step(batch_of(size, world.rank, world.size, steps.state.opts))
+        steps.step(steps.batch(*drawn(size)))
         pairs = zip(small_net().parameters(), net.parameters(), strict=True)
         return [(before - after).tolist() for before, after in pairs]
 
@@ -96,7 +94,7 @@ def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
         net = small_net(norm=True)
         steps = steps_of(net, world)
         for size in (9, 8, 2):  # the last one leaves ranks without a sample
-            batch = batch_of(size, world.rank, world.size)
+            batch = steps.batch(*drawn(size))
             net.train(len(batch.ids) != 1)
             steps.step(batch)
         committed = steps.state.statistics.committed
@@ -110,7 +108,7 @@ def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
 @pytest.mark.parametrize("slices", [0, 4])
 def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(slices):
     steps = steps_of(small_net(norm=True), virtual_ranks=slices)
-    unread = [(ids, None) for ids, _ in batch_of(16, opts=steps.state.opts).parts]
+    unread = [(ids, None) for ids, _ in steps.batch(*drawn(16)).parts]
     steps.step(Batch(unread, 16))
     committed = steps.state.statistics.committed
     assert not committed["2.running_mean"].any() and not committed["2.num_batches_tracked"]
@@ -121,7 +119,7 @@ def test_cpu_replicas_get_the_chunks_that_gpus_would_get(size, count, sizes):
     net = small_net()
     seen = []
     net.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
-    x = batch_of(size).x
+    x, _ = drawn(size)
     torch.testing.assert_close(CpuReplicas(net, count)(x), net(x))
     assert seen[:-1] == sizes
 
@@ -147,7 +145,7 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     net[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
     state = SimpleNamespace(net=net, opts=opts, heartbeat=0, device=CPU, progress=None)
     two = SimpleNamespace(devices=(CPU, CPU), device=CPU)
-    Called(replicate(net, opts, two), state)(batch_of(7).x.float())
+    Called(replicate(net, opts, two), state)(drawn(7)[0].float())
     assert seen == [torch.float16]
 
 
@@ -159,10 +157,10 @@ class Fails(nn.Linear):
 def test_a_net_that_fails_on_a_batch_is_refused_at_any_step_with_its_file_and_line():
     steps = steps_of(Fails(5, 3), model=f"{__file__}:net")
     steps.state.progress.step = 400
-    batch = batch_of(4)
+    x, y = drawn(4)
     said = r"RuntimeError: shape '\[-1, 5\]'.*\n.*test_step.py, line \d+"
     with refusal(said), blamed():  # as round a life
-        steps.backward(share_of(batch.x.float(), batch.y, steps.state.opts))
+        steps.backward(steps.batch(x.float(), y))
 
 
 @pytest.mark.parametrize("world, size, micro", [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2)])
@@ -173,7 +171,7 @@ def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(worl
         seen = []
         steps = steps_of(net, world, sync_bn=True, micro_batch_size=micro)
         net.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
-        steps.backward(batch_of(size, world.rank, world.size, steps.state.opts))
+        steps.backward(steps.batch(*drawn(size)))
         return seen
 
     found = fork_ranks(world, forwards)
@@ -188,16 +186,17 @@ def turned(net, x):
 
 
 @pytest.mark.parametrize("slices", [0, 4])
-def test_a_complex_buffer_stays_what_it_is_and_a_large_counter_counts(slices):
+def test_a_complex_and_an_infinite_buffer_stay_what_they_are_and_a_large_counter_counts(slices):
     def step(world):
         turn = torch.polar(torch.ones(3), torch.arange(3.0)).to(torch.complex128)
-        net = Part(turned, layer=nn.Linear(6, 3), turn=turn.clone(), seen=torch.tensor(2**24))
+        buffers = {"turn": turn.clone(), "seen": torch.tensor(2**24), "mask": torch.tensor([-torch.inf, 1])}
+        net = Part(turned, layer=nn.Linear(6, 3), **buffers)
         steps = steps_of(net, world, virtual_ranks=slices)
         for size in (16, 1):  # then the first rank has no sample
-            steps.step(batch_of(size, world.rank, world.size, steps.state.opts))
-        return torch.equal(net.turn, turn), int(net.seen)
+            steps.step(steps.batch(*drawn(size)))
+        return torch.equal(net.turn, turn), net.mask.tolist(), int(net.seen)
 
-    assert fork_ranks(2, step) == [(True, 2**24 + 2)] * 2
+    assert fork_ranks(2, step) == [(True, [-torch.inf, 1], 2**24 + 2)] * 2
 
 
 class Recomputed(nn.Linear):
@@ -212,4 +211,4 @@ class Recomputed(nn.Linear):
 def test_slices_refuse_a_gradient_that_comes_in_more_than_one_backward():
     steps = steps_of(nn.Sequential(nn.Linear(6, 3), Recomputed(3, 3)).double(), virtual_ranks=4)
     with refusal("use_reentrant=False"):
-        steps.backward(batch_of(16, opts=steps.state.opts))
+        steps.backward(steps.batch(*drawn(16)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from refusals import refusal
-from samples import ALONE, Steps, share_of
+from samples import ALONE, Steps
 from torch import nn
 
 from common.extras.tasks import loss_of
@@ -50,7 +50,7 @@ def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, mor
     steps = Steps(nn.Linear(6, 1), opts, ALONE, task=find_task(opts))
     with refusal(words, code=5 if "nan" in words else 2):
         for size in (11, 8):
-            batch = share_of(torch.ones(size, 6), torch.zeros(size), opts)
+            batch = steps.batch(torch.ones(size, 6), torch.zeros(size))
             steps.state.note(steps.step(batch))
     assert "nan" not in words or steps.state.invalid, "nothing is kept"
 
@@ -69,7 +69,7 @@ def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
     before = net.weight.clone()
     steps = Steps(net, opts, ALONE)
     x = torch.randint(7, (2, 4))
-    record = steps.state.note(steps.step(share_of(x, torch.full_like(x, -100), opts)))
+    record = steps.state.note(steps.step(steps.batch(x, torch.full_like(x, -100))))
     assert not {"loss", "acc"} & {*record} and record["step"] == 1
     assert torch.equal(before, net.weight)
 

@@ -7,7 +7,21 @@ import signal
 import time
 
 import pytest
-from jobs import CLEAN, PACED, STEPS, audit, command, events, kill_at, lives, reached, state, until, wait_for
+from jobs import (
+    CLEAN,
+    PACED,
+    STEPS,
+    audit,
+    command,
+    events,
+    kill_at,
+    lives,
+    reached,
+    state,
+    steps_on_disk,
+    until,
+    wait_for,
+)
 from test_promises import assert_same_model
 
 SCRIPTS = {
@@ -35,7 +49,7 @@ def ddp(jobs, nproc, run, *flags, **kwargs):
 def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each(jobs, run, undisturbed):
     job = plain(jobs, "dp", run, "--save-every=4")
     wait_for(run, 6, 0, job)
-    until(lambda: any((run / "checkpoints").glob("step-*")), "a save")
+    until(lambda: steps_on_disk(run), "a save")
     job.kill()
     job.ends_with(-9)
     job = ddp(jobs, 2, run)

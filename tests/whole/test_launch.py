@@ -19,6 +19,7 @@ from jobs import (
     ROOT,
     audit,
     children,
+    executable,
     free_port,
     kill_at,
     listening,
@@ -45,13 +46,6 @@ def a_fresh_shell(monkeypatch):
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "NPROC", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-
-
-def executable(path, text):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return path.parent
 
 
 @pytest.fixture

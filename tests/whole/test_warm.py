@@ -39,15 +39,12 @@ def asked_to_stop(job, run):
 
 def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, run):
     job = warm(jobs, *PACED, "--run-dir", run, "--epochs=999")  # it must not end before the last kill
-    deaths = []
     for life in range(3):
         pid = wait_for(run, 2 + 4 * life, life, job)["pids"][life % 2]
         assert pid in children(fork_server(job))  # a process of its own would import torch for seconds
         assert jobs.kill(pid)
-        deaths.append(f"rank {life % 2} (pid {pid}) was killed by SIGKILL; step")
     wait_for(run, 14, 3, job)
     said = asked_to_stop(job, run)
-    assert all(death in said for death in deaths), said
     assert "torchrun:" not in said and "is gone" not in said  # a survivor knows how
     assert audit(run) == CLEAN
     assert [life["restart"] for life in lives(run)] == [0, 1, 2, 3]
