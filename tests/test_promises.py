@@ -322,9 +322,7 @@ def test_a_device_that_computes_wrong_numbers_is_found_and_named(jobs, tmp_path)
         f"--run-dir={tmp_path}/run",
     )
     ranks = jobs.by_hand(3, "train_ddp.py", *flags, BROKEN="1")
-    codes = [rank.wait() for rank in ranks]
-    named = "".join(rank.output for rank in ranks)
-    assert codes == [7, 7, 7], named
+    named = "".join(rank.ends_with(7) for rank in ranks)
     assert "rank 1" in named and "rank 2" not in named and "rank 0" not in named, named
 
 

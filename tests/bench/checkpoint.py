@@ -8,19 +8,18 @@ import ctypes
 import os
 import tempfile
 import time
-import uuid
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from turns import arguments, compare  # isort: skip  (first: it finds the others)
 
 import torch
-from samples import state_of
+from samples import ALONE, state_of
 from torch import nn
 
 from common.options import Options
 from common.store import CheckpointStore
-from common.world import World
 
 
 def net_of(mb):
@@ -31,8 +30,7 @@ def net_of(mb):
 def store_of(folder, net, device="cpu", copy_to=""):
     """A store of a net and its optimizer, which has made a step."""
     opts = Options(run_dir=folder, optimizer="adamw", save_every=1, save_seconds=0, copy_to=copy_to)
-    world = World(0, 1, 0, 1, (torch.device(device),), uuid.uuid4().hex[:12])
-    store = CheckpointStore(opts, world, "f" * 64)
+    store = CheckpointStore(opts, replace(ALONE, devices=(torch.device(device),)), "f" * 64)
     state = state_of(net.to(device), opts, 10**6)
     for p in state.weights:
         p.grad = torch.ones_like(p)

@@ -11,18 +11,18 @@ behind a collective that may hang.
 """
 
 import time
+from dataclasses import replace
 from functools import partial
 
 from turns import arguments, compare  # isort: skip  (first: it finds the others)
 
 import torch
-from samples import Facts, Samples, Steps
+from samples import ALONE, Facts, Samples, Steps
 from torch import nn
 
 from common.models import build_model
 from common.options import Options
 from common.training import prepare
-from common.world import World
 
 BF16 = {"amp": "bf16"}
 NETS = {  # name: (model, batch, shape of a sample or tokens, options); the last two: small enough for a CPU
@@ -104,7 +104,7 @@ def main():
     )
     device = torch.device(args.device)
     torch.backends.cudnn.benchmark = True  # as in a training
-    world = World(0, 1, 0, 1, (device,), "bench")
+    world = replace(ALONE, devices=(device,))
     for name in args.nets.split(","):
         model, size, shape, more = NETS[name]
         opts = Options(

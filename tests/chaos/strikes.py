@@ -48,8 +48,7 @@ class Strikes:
         if event.point in points_names()["end"]:
             return 1, False
         limit = min(self.step() + 30, self.steps - 1)
-        self.until(lambda: self.over() or not path.exists() or self.step() > limit, "a process at the point")
-        landed = self.landed(path, count)
+        landed = self.landed(path, count, limit)
         return landed, landed
 
     def _lock(self, event):
@@ -57,8 +56,9 @@ class Strikes:
         alone = lives(self.run)[-1]["world"] == 1
         return (0, False) if alone else self._point(event)
 
-    def landed(self, path, count):
-        """How many have been struck since; the one that took the file writes its line in a moment."""
+    def landed(self, path, count, limit):
+        """How many are struck up to step `limit`; the one that takes the file writes its line in a moment."""
+        self.until(lambda: self.over() or not path.exists() or self.step() > limit, "a process at the point")
         try:
             path.unlink()
         except FileNotFoundError:
@@ -71,8 +71,7 @@ class Strikes:
         path = self.arm(event)
         landed = self._worker(event._replace(signal="KILL"))[0]
         limit = self.step() + 12  # of steps that the next life makes
-        self.until(lambda: self.over() or not path.exists() or self.step() > limit, "a process at the point")
-        self.tally["second deaths"] += self.landed(path, count)
+        self.tally["second deaths"] += self.landed(path, count, limit)
         return landed, landed
 
     # ---- at any instant ----

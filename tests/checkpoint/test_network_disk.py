@@ -3,8 +3,7 @@
 import os
 import time
 
-from jobs import CLEAN, PACED, audit, events, wait_for
-from jobs import lives as lives_of
+from jobs import CLEAN, PACED, audit, events, lives, wait_for
 from netfs import served
 from ranks import fork_ranks
 from stores import announced_rescue, options, resumes_at, started, steps_of, write
@@ -23,7 +22,7 @@ def test_a_training_with_a_kill_on_a_slow_disk_ends_like_any_other(jobs, tmp_pat
         time.sleep(1)
         fs.set(away=False)
         job.ends_with(0)
-        assert len(lives_of(run)) == 2 and events(run, "rescue")
+        assert len(lives(run)) == 2 and events(run, "rescue")
         assert audit(run) == CLEAN
 
 

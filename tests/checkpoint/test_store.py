@@ -104,9 +104,9 @@ def test_the_best_one_stays_until_a_better_one_is_on_the_disk(tmp_path, opts, mo
                 save(life, step)
         else:
             assert announced_rescue(life.store, 5)
-    with a_life(opts, said=(said := [])) as life:
+    with a_life(opts) as life:
         assert life.state.progress.best == {"val_acc": 0.90, "loss": 1.0, "step": 1}
-        assert "no checkpoint of step 3" in said[0] and steps_of(opts)[-1] == 1
+        assert "no checkpoint of step 3" in life.said[0] and steps_of(opts)[-1] == 1
         at_step(life.state, 7).record_evaluation({"val_loss": 1.0, "val_acc": 0.10})
         save(life, 7)
     assert choose(opts.run_dir, "best")[0] == 1
@@ -128,11 +128,12 @@ def test_a_damaged_newest_is_put_aside_until_a_newer_one_is_saved_and_its_step_c
     opts = replace(opts, keep=2)  # two are superfluous from now on
     model = root / "step-00000010/model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"\xff")
-    said = []
-    with a_life(opts, said=said) as life:
+    with a_life(opts) as life:
         assert is_at(life.state, 5)
-        assert "model.safetensors has sha256" in said[0] and "manifest says" in said[0]
-        assert "after step 5" in said[1]
+        damage, then = life.said
+        assert (
+            "model.safetensors has sha256" in damage and "manifest says" in damage and "after step 5" in then
+        )
         life.store.check()
         life.store.saver.wait()
         assert (root / "damaged-step-00000010").is_dir()

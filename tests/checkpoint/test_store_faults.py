@@ -134,7 +134,7 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
     tmp_path, monkeypatch
 ):
     opts = options(tmp_path, save_every=2)
-    with a_life(opts, said=(said := [])) as life:
+    with a_life(opts) as life:
         store = life.store
         save(life, 2)
         monkeypatch.setattr(tensors, "write_file", full)
@@ -146,8 +146,8 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
             if number < MOST_FAILURES:
                 store.check()
                 store.check()  # each is said once
-                assert len(said) == number
-                assert said[-1].startswith(f"save failed ({number} in a row), training goes on")
+                assert len(life.said) == number
+                assert life.said[-1].startswith(f"save failed ({number} in a row), training goes on")
         with refusal(f"No space left.*\nwhat is in {opts.run_dir}", code=4):
             store.check()
         monkeypatch.undo()
@@ -187,13 +187,13 @@ def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(opts, monkey
     def none_left(*_):
         raise error
 
-    with a_life(opts, said=(said := [])) as life:
+    with a_life(opts) as life:
         save(life, 1)
         with monkeypatch.context() as patch:
             patch.setattr(f"common.checkpoint.tensors.{where}", none_left)
             write(life.store, 2)
         life.store.check()
-        assert said[-1].startswith("save failed (1 in a row), training goes on")
+        assert life.said[-1].startswith("save failed (1 in a row), training goes on")
         assert not list(life.store.writer.staging.iterdir())
         life.store.save()  # the next interval
     assert resumes_at(opts, 2)

@@ -242,14 +242,14 @@ def test_a_look_whether_the_staging_is_there_lets_no_save_through(tmp_path, opts
 
 def test_a_life_that_was_taken_over_puts_nothing_aside_and_does_not_say_so(tmp_path, opts):
     """It wakes up in the middle of a comparison of the ranks, and finds that they differ."""
-    with a_life(opts, said=(said := [])) as life:
+    with a_life(opts) as life:
         save(life, 1)
         save(life, 2)
         os.rename(life.store.writer.staging, tmp_path / "gone")
         life.store.saver.agreed = 1
         with pytest.raises(ZeroDivisionError):
             roll_back(life.store, ZeroDivisionError())
-    assert not said and sorted(os.listdir(life.store.fence.root)) == ["step-00000001", "step-00000002"]
+    assert not life.said and sorted(os.listdir(life.store.fence.root)) == ["step-00000001", "step-00000002"]
 
 
 # ---- a survivor saves, and the next life waits for it -----------------------------------------------------

@@ -100,10 +100,10 @@ def test_a_torn_or_lost_options_json_is_made_again_and_never_passes_for_another_
     refused(opts, "data's fingerprint was ffffffffffff, now eeee", fingerprint="e" * 64)
     for lose in (lambda: path.write_bytes(data[:50]), path.unlink):
         lose()
-        with a_life(opts, said=(said := [])) as life:
+        with a_life(opts) as life:
             assert is_at(life.state, 2)
         assert path.read_bytes() == data
-        assert "made again from the newest checkpoint" in "".join(said), said
+        assert "made again from the newest checkpoint" in "".join(life.said)
     path.unlink()
     for manifest in root.glob("*/manifest.json"):
         manifest.unlink()

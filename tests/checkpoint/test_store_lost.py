@@ -32,11 +32,11 @@ from common.ledger import Ledger
 
 def start(opts, *steps):
     """What a life that saves these steps says of an old backup, or of a disk that is missing."""
-    with a_life(opts, said=(said := [])) as life:
+    with a_life(opts) as life:
         Ledger(opts.run_dir).event("life", life=life.store.world.life, world=1, step=life.state.progress.step)
         for step in steps:
             save(life, step)
-    return [line for line in said if "an old backup here?" in line]
+    return [line for line in life.said if "an old backup here?" in line]
 
 
 def test_a_run_that_goes_on_from_an_older_step_than_it_has_saved_says_so_once(opts):

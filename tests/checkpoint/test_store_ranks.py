@@ -84,8 +84,9 @@ def test_of_two_checkpoints_with_one_name_and_other_content_the_second_is_tried_
     damage(tmp_path, "node0/run/checkpoints/step-00000009/model.safetensors")
 
     def begin(world):
-        with a_life(of_node(tmp_path, world), world=world, said=(said := [])) as life:
-            return is_at(life.state, 9), life.state.progress.record, sum("put aside" in text for text in said)
+        with a_life(of_node(tmp_path, world), world=world) as life:
+            told = sum("put aside" in text for text in life.said)
+            return is_at(life.state, 9), life.state.progress.record, told
 
     assert fork_ranks(3, begin, node_size=1) == [(True, {"step": 1}, told) for told in (1, 0, 0)]
     assert [steps_of(options(tmp_path / f"node{node}")) for node in range(3)] == [[9, 3], [9, 3], [9]]

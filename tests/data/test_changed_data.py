@@ -12,10 +12,10 @@ from common.extras.audit import audit
 OTHER = "0" * 64
 
 
-def changed(tmp_path, said, samples=None, accepts=False, resume="auto", **flags):
-    """A life of the run that finds other data than the one before; what it says goes into the list `said`."""
+def changed(tmp_path, samples=None, accepts=False, resume="auto", **flags):
+    """A life of the run that finds other data than the one before."""
     opts = options(tmp_path, accept_data_change=accepts, resume=resume, **flags)
-    return a_life(opts, fingerprint=OTHER, said=said, samples=samples)
+    return a_life(opts, fingerprint=OTHER, samples=samples)
 
 
 def test_changed_data_is_refused_with_its_way_out_and_has_to_be_accepted_once(tmp_path):
@@ -25,39 +25,37 @@ def test_changed_data_is_refused_with_its_way_out_and_has_to_be_accepted_once(tm
     assert "--accept-data-change" in text and f"--run-dir NEW --resume {tmp_path}/run" in text
     opts = options(tmp_path, lr=0.5, accept_data_change=True)
     assert "give the same options" in refused(opts, "--lr was", fingerprint=OTHER)
-    said = []
-    with changed(tmp_path, said, accepts=True) as life:
-        assert is_at(life.state, 2)
-    with changed(tmp_path, said) as life:  # nothing was saved in between
+    with changed(tmp_path, accepts=True) as life:
+        assert is_at(life.state, 2) and [words in text for text in life.said] == [True]
+    with changed(tmp_path) as life:  # nothing was saved in between
         save(life, 3)
-    assert len(said) == 1 and words in said[0]
+    assert not life.said
     refused(options(tmp_path), "fingerprint was 000000000000, now ffffffffffff")
-    with changed(tmp_path, None) as life:
+    with changed(tmp_path) as life:
         assert is_at(life.state, 3)
 
 
 @pytest.mark.parametrize("samples", [641, 639, 5])
 def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(tmp_path, samples):
     two_checkpoints(tmp_path)
-    said = []
-    with changed(tmp_path, said, samples, accepts=True) as life:
+    with changed(tmp_path, samples, accepts=True) as life:
         progress = life.state.progress
         assert (progress.step, progress.epoch, progress.position) == (2, 0, 0)
-    begins = said[1:]
+    begins = life.said[1:]
     assert begins[0].startswith("step 2 was saved at position 2 ") and f"with {samples} samples" in begins[0]
-    with changed(tmp_path, said, samples) as life:
-        assert said[2:] == begins, "the checkpoint is the same"
+    with changed(tmp_path, samples) as life:
+        assert life.said == begins, "the checkpoint is the same"
         life.state.progress.position = 4
         life.store.save()
-    with changed(tmp_path, said, samples) as life:
-        assert life.state.progress.position == 4 and len(said) == 3
+    with changed(tmp_path, samples) as life:
+        assert life.state.progress.position == 4 and not life.said
 
 
 def test_an_epoch_that_is_complete_stays_complete_whatever_the_data_becomes(tmp_path):
     with a_life(options(tmp_path)) as life:
         at_step(life.state, 2).progress.position = 640
         life.store.save()
-    with changed(tmp_path, None, 700, accepts=True) as life:
+    with changed(tmp_path, 700, accepts=True) as life:
         assert life.state.progress.epoch_over and life.state.progress.position == 700
 
 
@@ -68,10 +66,9 @@ def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(
     tmp_path, flags, samples, position
 ):
     _, root = two_checkpoints(tmp_path / "old")
-    said = []
-    with changed(tmp_path, said, samples, resume=f"{root}/step-00000002", **flags) as life:
+    with changed(tmp_path, samples, resume=f"{root}/step-00000002", **flags) as life:
         assert (life.state.progress.step, life.state.progress.position) == (2, position)
-    assert ["begins again" in text for text in said] == [True] * (not position)
+    assert ["begins again" in text for text in life.said] == [True] * (not position)
 
 
 def test_the_audit_knows_where_an_epoch_began_again_and_finds_what_did_not(tmp_path):

@@ -76,8 +76,6 @@ def test_a_pickled_cifar_that_is_not_the_published_one_is_never_opened(tmp_path)
 
 def test_one_rank_at_a_time_downloads_what_is_not_there_and_a_failed_download_is_told(tmp_path, monkeypatch):
     datasets = pytest.importorskip("torchvision.datasets")
-    with refusal("--download"):
-        load("mnist", tmp_path)
     monkeypatch.setattr(datasets, "MNIST", mock.Mock(side_effect=TypeError))
     with refusal("TypeError"):
         load("mnist", tmp_path, download=True)
@@ -210,19 +208,18 @@ def test_a_changed_token_or_length_changes_the_fingerprint_and_another_folder_do
     assert len(marks) == 3
 
 
-def test_a_text_is_its_bytes_of_which_the_last_tenth_is_the_test_set(tmp_path):
-    (tmp_path / "text").write_bytes(bytes(range(200)))
-    data = load("text:8", tmp_path / "text")
-    assert {*range(180)} == {*data.train.fetch(range(len(data.train)))[0].flatten().tolist()}
-    assert data.test.fetch([0, 1])[0].flatten().tolist() == [*range(180, 196)] and data.vocab == 256
-
-
-# ---- all kinds ----
+# ---- several kinds ----
 @pytest.fixture
 def files(tmp_path):
     """What each kind of files is read from."""
     (tmp_path / "text").write_bytes(bytes(range(200)))
     return write_images(write_tokens(tmp_path))
+
+
+def test_a_text_is_its_bytes_of_which_the_last_tenth_is_the_test_set(files):
+    data = load("text:8", files / "text")
+    assert {*range(180)} == {*data.train.fetch(range(len(data.train)))[0].flatten().tolist()}
+    assert data.test.fetch([0, 1])[0].flatten().tolist() == [*range(180, 196)] and data.vocab == 256
 
 
 @pytest.mark.parametrize(
@@ -233,7 +230,7 @@ def files(tmp_path):
         ("tokens:8", lambda at: write_tokens(at, val=8), "empty set"),
         ("tokens:8", lambda at: (at / "val.bin").unlink(), "val.bin"),
         ("text:8", id, "Is a directory: .*\n.*of text it is the file itself"),
-        ("mnist", id, "its files are to be in --data-dir /"),
+        ("mnist", id, "its files are to be in --data-dir /(.|\n)*--download"),
     ],
 )
 def test_files_that_cannot_be_read_are_told_in_three_lines(files, name, spoil, said):

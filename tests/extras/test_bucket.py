@@ -63,7 +63,7 @@ def test_a_spot_run_goes_on_on_another_machine_with_an_empty_disk_and_ends_with_
     assert steps == [*range(1, 23)], "the curve goes over all machines"
 
 
-def test_a_bucket_that_is_away_stops_no_training_is_told_once_and_gets_what_it_missed(s3, spot, tmp_path):
+def test_a_bucket_that_is_away_stops_no_training_is_told_once_and_gets_what_it_missed(spot):
     away = {"AWS_ENDPOINT_URL": NOWHERE}
     spot("first", "--max-steps=4").ends_with(0)
     said = spot("first", "--max-steps=14", **away).ends_with(0)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.append(f"{sys.path[0]}/tests/tools")
 import torch
 from torch import nn
 
@@ -42,7 +43,6 @@ def stuck_stream(*flags):
 
 def late_copy(device="cuda:0"):
     """A save that is still copied when an evaluation puts the averages into the net: it has the weights."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
     from stores import a_life, options, world_of_one
 
     width = 4096 if device != "cpu" else 64

@@ -78,10 +78,10 @@ PARTS = (
 class Lease:
     """Runs parts one after the other, and writes down what each has shown."""
 
-    def __init__(self, folder, seconds=SECONDS):
+    def __init__(self, folder):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.end = time.monotonic() + seconds
+        self.end = time.monotonic() + SECONDS
         self.done = []  # a dict for each part
         self.summary = []  # lines
         self.texts = self.folder / "figures.txt"

@@ -7,8 +7,7 @@ import time
 
 import pytest
 from gpus import CHECKS, SMALL, TEXT, begin, devices, end, fake, needs, pids, train
-from jobs import ROOT, digest, events, losses, rows, until
-from jobs import steps_on_disk as saved
+from jobs import CLEAN, ROOT, audit, digest, events, losses, rows, steps_on_disk, until
 
 pytestmark = needs(1)
 WRONG = """
@@ -28,10 +27,8 @@ def test_a_run_learns_ends_and_is_complete_and_audited(jobs, tmp_path):
     out = train(jobs, tmp_path, "train_ddp.py", "--epochs=3", "--audit")
     assert fake() or "devices cuda:0 " in out
     assert "complete" in train(jobs, tmp_path, "train_ddp.py", "--epochs=3")
-    audit = end(begin(jobs, "-m", "common.ledger", tmp_path, "--audit"))
-    assert "missed 0 repeated 0 lost 0 redone 0" in audit
+    assert audit(tmp_path) == CLEAN and digest(tmp_path)
     assert [row["val_acc"] for row in rows(tmp_path) if "val_acc" in row][-1] > 0.95
-    end(begin(jobs, "-m", "common.checkpoint", tmp_path))
 
 
 @pytest.mark.skipif(fake(), reason="a CPU has no streams")
@@ -48,7 +45,7 @@ def test_a_run_learns_ends_and_is_complete_and_audited(jobs, tmp_path):
 def test_a_rescue_does_not_queue_behind_a_stream_that_hangs(jobs, tmp_path, flags):
     flags = ("--save-every=0", "--save-seconds=0", "--epochs=20", *flags)
     train(jobs, tmp_path, CHECKS, *flags, code=143, check=["stuck_stream"])
-    assert saved(tmp_path) == [20]
+    assert steps_on_disk(tmp_path) == [20]
 
 
 def test_a_save_that_is_still_copied_holds_the_weights_and_not_their_averages(jobs):
@@ -74,7 +71,7 @@ def test_two_runs_have_one_digest_and_a_killed_one_has_it_too(jobs, tmp_path, fl
         train(jobs, tmp_path / name, "train_ddp.py", *flags)
     flags = (*flags, "--save-every=5")
     job = begin(jobs, "train_ddp.py", *flags, f"--run-dir={tmp_path}/c", "--no-tensorboard")
-    until(lambda: saved(tmp_path / "c") or job.poll() is not None, "a checkpoint")
+    until(lambda: steps_on_disk(tmp_path / "c") or job.poll() is not None, "a checkpoint")
     job.kill()
     job.wait()
     train(jobs, tmp_path / "c", "train_ddp.py", *flags)
@@ -102,7 +99,7 @@ def test_a_stop_at_a_random_moment_is_saved_in_seconds(jobs, tmp_path):
     asked = time.monotonic()
     job.kill(signal.SIGTERM)
     end(job, 143)
-    assert time.monotonic() - asked < 30 and saved(tmp_path)
+    assert time.monotonic() - asked < 30 and steps_on_disk(tmp_path)
 
 
 def test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net(jobs, tmp_path):

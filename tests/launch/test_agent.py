@@ -102,16 +102,16 @@ def two_complete(jobs, place, run):
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "9.9.9.9"], ids=["first", "last"])
-def test_a_machine_that_dies_as_all_have_come_does_not_end_the_others(jobs, place, tmp_path, address):
+def test_a_machine_that_dies_as_all_have_come_does_not_end_the_others(jobs, place, run, address):
     with child(lambda: dies_as_all_have_come(place, address)):
-        two_complete(jobs, place, tmp_path / "run")
+        two_complete(jobs, place, run)
 
 
-def test_a_machine_that_dies_before_its_ranks_have_come_keeps_no_rank_waiting(jobs, place, tmp_path):
+def test_a_machine_that_dies_before_its_ranks_have_come_keeps_no_rank_waiting(jobs, place, tmp_path, run):
     script = tmp_path / "dies.py"
     script.write_text(DIES)
     dying = machine(jobs, place, script)
-    two_complete(jobs, place, tmp_path / "run")
+    two_complete(jobs, place, run)
     dying.wait()
 
 
@@ -224,16 +224,16 @@ def test_a_machine_that_gives_up_does_not_end_the_job_for_the_others(jobs, place
     assert_all_end(nodes)
 
 
-def test_a_wrong_machine_is_refused_before_it_joins_and_the_others_train_on(jobs, place, tmp_path):
-    words = [ROOT / "train_ddp.py", *PACED, "--epochs=999", "--run-dir", tmp_path / "run"]
+def test_a_wrong_machine_is_refused_before_it_joins_and_the_others_train_on(jobs, place, run):
+    words = [ROOT / "train_ddp.py", *PACED, "--epochs=999", "--run-dir", run]
     nodes = [machine(jobs, place, *words) for _ in range(2)]
-    until(lambda: lives(tmp_path / "run") and lives(tmp_path / "run")[-1]["world"] == 2, "both machines")
+    until(lambda: lives(run) and lives(run)[-1]["world"] == 2, "both machines")
     said = machine(jobs, place, *words, "--seed=7").ends_with(2)
     assert "this machine has --seed 7, the others train with 0" in said and len(said.splitlines()) <= 4, said
-    count = len(lives(tmp_path / "run"))
-    (tmp_path / "run/control/stop").touch()
+    count = len(lives(run))
+    (run / "control/stop").touch()
     assert_all_end(nodes, (143, 143))
-    assert len(lives(tmp_path / "run")) == count
+    assert len(lives(run)) == count
 
 
 @pytest.mark.parametrize("ahead", [-8, -3.5, -2, 0, 2, 3.5, 8, 3600])

@@ -133,10 +133,9 @@ def test_a_life_that_finds_other_code_than_the_one_before_says_one_line(tmp_path
     opts = options(tmp_path, model=write_code(tmp_path / "code"), virtual_ranks=virtual_ranks)
 
     def told(step):
-        said = []
-        with a_life(opts, said=said) as life:
+        with a_life(opts) as life:
             save(life, step)
-        return [line for line in said if "code of" in line]
+        return [line for line in life.said if "code of" in line]
 
     assert told(1) == told(2) == []
     first = read_run(opts.run_dir)["code"]

@@ -99,5 +99,5 @@ class Gpt(nn.Module):
         return self.head(self.norm(h[:, -1]))
 
 
-def gpt(data):
+def gpt():
     return Gpt()

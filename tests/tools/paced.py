@@ -23,13 +23,13 @@ class Pace(nn.Module):
         return x.double()
 
 
-def net(opts, data):
+def net():
     return nn.Sequential(Pace(), nn.Linear(6, 32).double(), nn.Tanh(), nn.Linear(32, 3).double())
 
 
-def dropping(opts, data):
+def dropping():
     """With dropout: only fixed slices (--virtual-ranks) give the same bits at every world."""
-    return nn.Sequential(*net(opts, data)[:3], nn.Dropout(0.3), nn.Linear(32, 3).double())
+    return nn.Sequential(*net()[:3], nn.Dropout(0.3), nn.Linear(32, 3).double())
 
 
 def data():

@@ -119,21 +119,15 @@ def new_store(opts, world=None, fingerprint="f" * 64):
 
 
 @contextlib.contextmanager
-def heard(said):
-    """Inside, what the store says goes into this list, if it is one."""
+def heard():
+    """Inside, what the store says goes into the list that this yields."""
+    said = []
     with contextlib.ExitStack() as stack:
-        for name in (
-            "store.store",
-            "store.load",
-            "store.saver",
-            "extras.changed",
-            "extras.differ",
-            "extras.owner",
-            "extras.take_over",
-        ):
-            tell = (lambda text: None) if said is None else said.append
-            stack.enter_context(mock.patch(f"common.{name}.say", tell))
-        yield
+        for name in ("store.store", "store.load", "store.saver"):
+            stack.enter_context(mock.patch(f"common.{name}.say", said.append))
+        for name in ("changed", "differ", "owner", "take_over"):
+            stack.enter_context(mock.patch(f"common.extras.{name}.say", said.append))
+        yield said
 
 
 def started(opts, world=None):
@@ -145,14 +139,14 @@ def started(opts, world=None):
 
 
 @contextlib.contextmanager
-def a_life(opts, net=None, samples=None, said=None, **given):
-    """store, state, source: one life of the run from restore to close, in this process."""
+def a_life(opts, net=None, samples=None, **given):
+    """store, state, source, said: one life of the run from restore to close, in this process."""
     store = new_store(opts, **given)
     state = tiny_state(opts, net, samples)
     try:
-        with heard(said):
+        with heard() as said:
             source = store.restore(state)
-            yield SimpleNamespace(store=store, state=state, source=source)
+            yield SimpleNamespace(store=store, state=state, source=source, said=said)
             store.close()
     finally:
         end(store)
@@ -223,12 +217,11 @@ def images_for(opts, net=None):
     return {part: Image(tensors) for part, tensors in tiny_state(opts, net).tensors().items()}
 
 
-def load_into(images, root, said=None):
+def load_into(images, root):
     """What load_newest finds in the folder; it reads into the views of these images."""
     tensors = {kind: image.views for kind, image in images.items()}
     layout = Layout(tensors)
-    with heard(said):
-        found = load_newest(world_of_one(), layout, "", checkpoints(root.parent), True)
+    found = load_newest(world_of_one(), layout, "", checkpoints(root.parent), True)
     for name, tensor in layout.remembered.items():
         images["optimizer"].views[name].copy_(tensor)
     return found
@@ -236,7 +229,8 @@ def load_into(images, root, said=None):
 
 def load(root, images):
     """(step, images really hold that step) of the newest that verifies; nothing may be raised."""
-    found = load_into(images, root)
+    with heard():
+        found = load_into(images, root)
     step = found.facts.get("step", -1)
     return step, step >= 0 and images_are_at(images, step)
 

@@ -49,7 +49,7 @@ def life(world, script, opts, kill=None):
     at_home(world)
     torch.manual_seed(os.getpid())  # nothing may depend on the generator a process happens to have
     if kill and kill[0] == world.rank:
-        die_at(script, *kill[1:])
+        die_at(*kill[1:])
     try:
         with guarded(debug=opts.debug):
             script.main(opts)
@@ -57,7 +57,7 @@ def life(world, script, opts, kill=None):
         return end.code
 
 
-def die_at(script, step, phase):
+def die_at(step, phase):
     def die(state):
         if state.progress.step + 1 == step:
             signal.raise_signal(signal.SIGKILL)
@@ -169,9 +169,8 @@ def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, mon
     with stores.a_life(opts) as life:
         stores.save(life, 1)
     facts["build of torch"] = "another"
-    said = []
-    with stores.a_life(opts, said=said):
-        assert f"build of torch was {build}, now another" in " ".join(said)
+    with stores.a_life(opts) as life:
+        assert f"build of torch was {build}, now another" in " ".join(life.said)
     facts["CPU threads per process"] += 1
     stores.refused(opts, "CPU threads per process was 1, now 2")
 

@@ -92,8 +92,8 @@ def test_a_mistake_in_the_script_is_told_in_three_lines(jobs, script, fact, edit
 def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, run):
     fails = "raise __import__('common.errors').errors.UserError('a fact')"
     change(script, after(BATCHES, f"if {RANK} and run.state.progress.step == 2: {fails}"))
-    job = jobs.torchrun(2, script)
-    assert job.wait() != 0 and job.output.count("error: a fact") == 1, job.output
+    said = jobs.torchrun(2, script).ends_with(1)
+    assert said.count("error: a fact") == 1, said
     assert len(lives(run)) == 1, "a restart cannot help"
 
 

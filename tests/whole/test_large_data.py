@@ -11,13 +11,7 @@ from test_datasets import write_images, write_tokens
 
 def tokens(folder):
     write_tokens(folder / "data", train=2500, val=200, vocab=30)
-    return {
-        "model": "gpt:1x2x16",
-        "dataset": "tokens:16",
-        "data_dir": f"{folder}/data",
-        "epochs": 2,
-        "vocab_size": 30,
-    }
+    return {"model": "gpt:1x2x16", "dataset": "tokens:16", "vocab_size": 30}
 
 
 def pictures(folder):
@@ -30,8 +24,6 @@ def pictures(folder):
     return {
         "model": f"{folder}/net.py:small",
         "dataset": "imagefolder",
-        "data_dir": f"{folder}/data",
-        "epochs": 2,
         "image_size": 16,
         "workers": 1,
     }
@@ -39,7 +31,8 @@ def pictures(folder):
 
 @pytest.mark.parametrize("make", [tokens, pictures])
 def test_a_kill_and_another_world_leave_no_trace(tmp_path, make):
-    given = make(tmp_path) | {"virtual_ranks": 4, "global_batch_size": 20, "audit": True}
+    given = make(tmp_path) | {"data_dir": f"{tmp_path}/data", "epochs": 2}
+    given |= {"virtual_ranks": 4, "global_batch_size": 20, "audit": True}
     unbroken = run(tmp_path / "unbroken", 1, given)
     killed = through_kills(tmp_path / "killed", given, [(2, 1, 4, "within"), (4, 0, 8, "before")], 3)
     assert killed == unbroken
