@@ -279,7 +279,8 @@ def test_an_old_life_has_an_entry_a_minute_and_loses_no_second_though_its_wall_c
 
 
 def test_the_page_of_a_run_holds_its_curves_deaths_and_lives_and_asks_for_nothing_else(tmp_path):
-    write(tmp_path, *KILLED)
+    """The seconds until the next command was typed are no price of a death: they are left out of its bars."""
+    write(tmp_path, *KILLED[:8], KILLED[8] | {"job": "another"}, *KILLED[9:])
     rows = "".join(f'{{"step": {step}, "epoch": 1, "loss": 0.5}}\n' for step in range(9000))
     (tmp_path / "metrics.jsonl").write_text(rows)
     assert main([str(tmp_path), "--html=page"]) == 0
