@@ -16,7 +16,7 @@ from common.data import Batch, leaves
 from common.errors import UserError, blamed
 from common.extras.own_files import call_user
 from common.options import find_function
-from common.training import IGNORED, OWN, Task, autocast, placed, reduced, scored
+from common.training import IGNORED, OWN, Task, autocast, reduced, scored
 from common.world import gather
 
 WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be whole numbers of one shape'
@@ -63,10 +63,12 @@ def end_mean(gradient, total):
         torch._foreach_div_(rows, divisor.to(device, torch.promote_types(kind, torch.float32)))
 
 
-def answers(model, split, state):
-    """Return what the net says to each sample of a small test set, and what is right."""
-    samples = placed(split.fetch([*range(len(split))]), state.device, state.opts)
-    _, predictions, labels = scored(model, samples, state.opts)
+def answers(model, part, opts):
+    """Return what the net says to each sample of a small test set, and what is right, if it is one number."""
+    ids, samples = part
+    _, predictions, labels = scored(model, samples, opts)
+    if labels.shape != (len(ids),):
+        return {}
     return {"predictions": predictions.tolist(), "labels": labels.tolist()}
 
 

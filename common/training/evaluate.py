@@ -15,7 +15,7 @@ from common.sampler import seed
 from common.training.state import TrainState
 from common.training.step import placed
 from common.training.tasks import OWN, Task
-from common.world import World
+from common.world import World, gather
 
 BLOCK = 256  # samples per forward: the same blocks at every world size
 SHOWN_SAMPLES = 16  # of a test set that is no larger, the answers are shown, too
@@ -34,6 +34,8 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
     blocks = range(-(-len(split) // size))
     mine = blocks[world.rank :: world.size]
     cuts = ([[*ids[number * size : (number + 1) * size]]] for number in mine)
+    is_small = len(split) <= SHOWN_SAMPLES and len(blocks) == 1
+    answers = {}  # of a small set
     rows = {}  # {number of a block: its sums and counts}
     totals = torch.zeros(())  # of this rank's blocks, with whole numbers
     with state.evaluating():
@@ -46,9 +48,10 @@ def evaluate(model: Callable, split: Any, state: TrainState, world: World, task:
             counted = task.counted(task(model, Batch([part], len(block))))
             rows[number] = counted[: 2 * len(task.names)].clone()
             totals = counted + totals
-        answers = {}
-        if len(split) <= SHOWN_SAMPLES and state.opts.task == "classify" and task is state.task:
-            answers = extra("answers")(model, split, state)
+            if is_small and state.opts.task == "classify" and task is state.task:
+                answers = extra("answers")(model, part, state.opts)
+    if is_small:
+        answers = gather(world, answers)[0]  # rank 0 has the first block
     task.agree(world)
     # whole numbers have the same sum in any order, others are added in that of the blocks
     totals = world.all_sum(task.zeros() + totals.cpu())

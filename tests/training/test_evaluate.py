@@ -26,9 +26,9 @@ def made():
     return nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
 
 
-def metrics_of(world, n):
+def metrics_of(world, n, size=0):
     net = made()
-    state = state_of(net, Options(), n)
+    state = state_of(net, Options(micro_batch_size=size), n)
     return evaluate(net, split_of(n), state, world, state.task)
 
 
@@ -42,6 +42,7 @@ def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_samp
     assert alone["val_acc"] == (out.argmax(1) == split.y).sum().item() / n
     assert alone["val_loss"] == pytest.approx(nn.functional.cross_entropy(out, split.y).item(), abs=1e-5)
     assert ("predictions" in alone) == (n <= SHOWN_SAMPLES)
+    assert "predictions" not in fork_ranks(1, metrics_of, n + 1, 1)[0], "samples that may fit no one batch"
     for world in (2, 5):
         found = fork_ranks(world, metrics_of, n)
         assert found == [alone] * world, "with the predictions and labels of a small set, on every rank"

@@ -32,7 +32,7 @@ MOST_NAMES = 20  # that one door hands out
 COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits", "extras/gpus"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed", "extras/gpus"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
-    "training": 7840,
+    "training": 7870,
     "checkpoint": 6490,
     "options": 4320,
     "store": 3660,
