@@ -5,7 +5,6 @@ import contextlib
 import os
 import pickle
 import signal
-import threading
 import time
 from datetime import datetime, timezone
 
@@ -88,12 +87,11 @@ def handler(place, address="0.0.0.0"):
 
 
 def dies_as_all_have_come(place, address):
-    """Its address orders it among the machines."""
+    """The address orders the machine among the others."""
     one = handler(place, address)
     until(lambda: len(known(place).participants) == 2, "the others")
-    threading.Thread(target=one.next_rendezvous, daemon=True).start()
-    until(lambda: len(known(place).participants) == 3, "itself")
-    os._exit(0)
+    one._start_heartbeats = lambda: os._exit(0)  # torch's next step once all have come
+    one.next_rendezvous()
 
 
 def two_complete(jobs, place, run):
