@@ -114,9 +114,10 @@ class Plain(Watched):
 
     @contextmanager
     def evaluating(self):
+        modes = self.state.modes_now()
         self.net.eval()
         yield
-        self.state.modes.train()
+        modes.restore()
 
     def step(self, loss, count=None):
         if isinstance(loss, dict):

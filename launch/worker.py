@@ -77,7 +77,7 @@ def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[st
     except RuntimeError as error:
         if not A_PEER.search(f"{type(error).__name__} {error}") or "--debug" in command:
             raise
-        say(f"rank {os.environ['RANK']}: another one has gone ({one_line(error)})", sys.stderr)
+        say(f"rank {place.here().rank}: another one has gone ({one_line(error)})", sys.stderr)
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out

@@ -87,11 +87,11 @@ def voted_slice(opts, step):
 
 
 def voted_piece(split, state):
-    """Return (v, ids, samples) of the same slice v of a step on all ranks; None if it has no samples."""
+    """Return (v, ids, samples) of the same slice v of a step on all ranks; None without any that can be read."""
     progress = state.progress
     opts = replace(state.opts, workers=0)
     v = voted_slice(opts, progress.step)
     alone = ElasticSampler(progress.samples, opts.global_batch_size, v, opts.virtual_ranks, progress.order[1])
     alone.set_epoch(progress.epoch, progress.position)
     batch = next(batches(split, alone, opts))
-    return (v, batch.ids, batch.data) if batch.ids else None
+    return (v, batch.ids, batch.data) if batch.data is not None else None

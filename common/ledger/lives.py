@@ -55,7 +55,7 @@ def _back(path):
 
 def is_whole(event: Record) -> bool:
     """Return whether an event has what it needs."""
-    return {"t", *FIELDS.get(event["event"], ())} <= event.keys()
+    return {"t", *FIELDS.get(str(event["event"]), ())} <= event.keys()
 
 
 def cut(events: Iterable[Record]) -> Iterator[Life]:

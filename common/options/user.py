@@ -5,6 +5,7 @@ import functools
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import is_foreign
@@ -44,12 +45,23 @@ def files_of(path: Path) -> dict[Path, Path]:
     todo = [path]
     for importer in todo:  # it grows
         for name in sorted({*imports_of(importer)} - sys.stdlib_module_names):
-            module = path.parent / f"{name}.py"
-            for own in [module] if module.is_file() else sorted(Path(path.parent, name).rglob("*.py")):
+            for own in modules(path.parent, name):
                 if own not in found and not is_foreign(own):
                     found[own] = importer
                     todo.append(own)
     return found
+
+
+def modules(folder, name):
+    """List the files of a module in this folder, or of a package; none if Python takes a library's."""
+    module = folder / f"{name}.py"
+    if module.is_file():
+        return [module]
+    package = folder / name
+    is_mere = package.is_dir() and not (package / "__init__.py").is_file()
+    if is_mere and getattr(find_spec(name), "origin", None):
+        return []
+    return sorted(package.rglob("*.py"))
 
 
 def imports_of(path):

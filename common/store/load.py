@@ -121,10 +121,15 @@ def _read(world, layout, run, choice):
         except Damaged as error:
             damage = str(error)
         except OSError as error:
-            raise UserError(
-                f"{choice[1]}: cannot be read: {error.strerror or error}; nothing shows that it is damaged, "
-                "so it is not skipped\nstart again once it can be read, or move that folder away to resume "
-                "from the one before",
-                code=1,
-            ) from error
+            raise unreadable(choice[1], error) from error
     return {}, {}, "", damage
+
+
+def unreadable(folder: Path, error: OSError) -> UserError:
+    """Return the error with which a life ends that cannot read a checkpoint."""
+    return UserError(
+        f"{folder}: cannot be read: {error.strerror or error}; nothing shows that it is damaged, "
+        "so it is not skipped\nstart again once it can be read, or move that folder away to resume "
+        "from the one before",
+        code=1,
+    )

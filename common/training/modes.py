@@ -1,6 +1,6 @@
 """How a net trains, and what its evaluation may not leave behind.
 
-Both call the net's own `train()` and `eval()`, as a loop by hand does: a LoRA may merge there, a net may keep
+Training and evaluation call the net's own `train()` and `eval()`, as a loop by hand does: a LoRA may merge there, a net may keep
 a part of itself in evaluation mode, or change a number of its own.
 """
 
@@ -15,23 +15,23 @@ ROUNDED = 0.1  # of what eval() has changed in a weight, so much may be left
 
 
 class Modes:
-    """The modes with which a run begins: a part that evaluates then does not train."""
+    """The modes that a net has now: a part in evaluation mode stays in it."""
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
         modules = [*net.modules()]
+        self.trains = [module.training for module in modules]
         self.evaluates = [module for module in modules if not module.training]
         if len(self.evaluates) == len(modules):  # others' loaders return a net in evaluation mode
             self.evaluates = []
-        self._train()
-        self.begun = [module.training for module in modules]
 
-    def train(self) -> None:
+    def restore(self) -> None:
         """Set these modes again, if others are set now."""
-        if [module.training for module in self.net.modules()] != self.begun:
-            self._train()
+        if [module.training for module in self.net.modules()] != self.trains:
+            self.set()
 
-    def _train(self):
+    def set(self) -> None:
+        """Call the net's `train()`, but for the parts that stay in evaluation mode."""
         self.net.train()
         for module in self.evaluates:
             if {*module.modules()} <= {*self.evaluates}:
@@ -41,7 +41,7 @@ class Modes:
 
 
 class Snapshot:
-    """The buffers as they were before it, some weights, and those of layers that merge them, as a LoRA."""
+    """The buffers before an evaluation, some weights, and those of layers that merge them, as a LoRA."""
 
     def __init__(self, net: nn.Module, weights: Iterable[nn.Parameter]) -> None:
         for module in net.modules():

@@ -69,7 +69,8 @@ class TrainState:
         self.statistics = Statistics(net)
         self.averages = extra("ema_decay")(self, opts.ema_decay) if opts.ema_decay else None
         self.own: dict[nn.Parameter, Tensor] = {}  # while an evaluation lends the net others: its own weights
-        self.modes = Modes(net)
+        Modes(net).set()
+        self.modes = Modes(net)  # with which an epoch begins
         self.lock = threading.RLock()
         self.updated: list[torch.Event | None] = []  # of each device, after all that has changed weights
         self.invalid: UserError | None = None  # why this state may neither be saved nor updated
@@ -220,9 +221,14 @@ class TrainState:
         with self.lock:
             self.progress.evaluate(numbers, metric, sign, f"val_{self.task.names[0]}")
 
+    def modes_now(self) -> Modes:
+        """Return the modes that the loop has set; those before, if the whole net evaluates."""
+        return Modes(self.net) if self.net.training else self.modes
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Lend the net its averages, in evaluation mode; nothing of it is left, no checkpoint has it."""
+        modes = self.modes_now()
         with self.changing():
             before = Snapshot(self.net, self.names if self.averages else ())
             self.own = before.weights
@@ -234,7 +240,7 @@ class TrainState:
             yield
         finally:
             with self.changing():
-                self.modes.train()
+                modes.restore()
                 self.own = {}
                 before.put_back(self.names, merged)
             if before.weights:  # counted as changes, though they were undone

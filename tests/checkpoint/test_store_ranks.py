@@ -2,6 +2,7 @@
 differ end the life.
 """
 
+import errno
 import itertools
 import os
 import re
@@ -212,6 +213,21 @@ def test_a_checkpoint_that_all_agreed_on_is_never_pruned(opts):
             if step == 2:
                 life.store.saver.agreed = 2
     assert steps_of(opts) == [6, 5, 2]
+
+
+def test_a_checkpoint_that_its_only_machine_cannot_read_a_second_time_is_not_put_aside(tmp_path):
+    """All took the one before, and the whole one, put aside, went with the next save."""
+    opts, _ = two_checkpoints(tmp_path / "node0")
+
+    def away(*_):
+        raise OSError(errno.EIO, "the disk is away")
+
+    def live(world):
+        relay.read_file = away
+        refused(of_node(tmp_path, world), "cannot be read: the disk is away", code=1, world=world)
+
+    fork_ranks(2, live, node_size=1)
+    assert steps_of(opts) == [2, 1]
 
 
 def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the_one_before(tmp_path):

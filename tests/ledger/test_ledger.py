@@ -201,8 +201,10 @@ def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_report_and_n
     (tmp_path / "ledger-y.jsonl").write_text("".join([*odd, torn]))
     assert lives_of(tmp_path) == lives and len([*newest_lives(tmp_path)]) == 2
     for number, event in enumerate(KILLED):
-        for name in event.keys() - {"event"}:
+        for name in event:
             damaged = {key: value for key, value in event.items() if key != name}
+            if name == "event":
+                damaged[name] = []
             write(tmp_path, *KILLED[:number], damaged, *KILLED[number + 1 :])
             for life in newest_lives(tmp_path):  # as a start does
                 deaths_of(life, over=True)

@@ -122,7 +122,7 @@ def test_a_frozen_layer_has_no_state_and_stays_in_evaluation_mode(build):
     of = {name.partition("/")[0] for name in state.tensors()["optimizer"] if not name.endswith("ema")}
     assert of == {"4.weight", "4.bias"}
     net.eval()
-    state.modes.train()  # as at the begin of each epoch
+    state.modes.restore()  # as at the begin of each epoch
     assert not net[1].training and net[2].training
 
 

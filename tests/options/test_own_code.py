@@ -116,6 +116,8 @@ def test_the_code_of_a_run_is_its_script_the_files_of_flags_and_what_they_import
     script = tmp_path / "my_loop.py"
     script.write_text("import helper, torch, common\n")
     (tmp_path / "helper.py").write_text("this is no Python")
+    (tmp_path / "torch").mkdir()  # no package: Python takes the library
+    (tmp_path / "torch/copied.py").touch()
     monkeypatch.setattr("sys.argv", [str(script)])
     opts = options(tmp_path, model=write_code(tmp_path / "code"), dataset="random")
     before = code_of(opts)

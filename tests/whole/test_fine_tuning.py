@@ -59,7 +59,8 @@ def test_init_from_init_skip_freeze_and_patience_go_through_kills_and_worlds_to_
     unbroken = run(tmp_path / "unbroken", 1, given)
     said = capfd.readouterr().out
     assert f"from {file}" in said and "stopped: no better evaluation since step" in said
-    assert through_kills(killed, given, [(2, 1, 3, "within"), (3, 0, 8, "after")], 2) == unbroken
+    # not rank 0 the second time: its save of the best evaluation, of step 5, may still be under way
+    assert through_kills(killed, given, [(2, 0, 3, "within"), (3, 1, 8, "after")], 2) == unbroken
     assert audit(killed) == CLEAN
     last = json.loads(max((killed / "checkpoints").glob("step-*/state.json")).read_text())
     assert last["step"] - last["best"]["step"] == 2 * 5 and last["step"] < 6 * 5
