@@ -1,4 +1,4 @@
-"""The map of common/: folders are rooms; sampler, errors, place, device and sealed carry them.
+"""The map of common/: folders are rooms, and files below carry them.
 
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do
 not know each other. extras/ stands beside them: an option or a command enters it, no room imports it
@@ -23,7 +23,6 @@ not know each other. extras/ stands beside them: an option or a command enters i
     ledger       what a run tells and writes down; a log never stops a training. No torch here
     world        the processes of one life: they meet, agree, compute alike, leave
     data         datasets as batches: the same numbers at any world size
-
 
     options      what was asked for: flags, the names they know, the code of a run. No torch here
     sampler      which sample, when; all randomness is a function of a key

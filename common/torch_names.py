@@ -7,12 +7,9 @@ import pkgutil
 
 KNOWN_TO_WORK = "2.11 to 2.15"
 TRAINING = {
-    "torch": "_foreach_add_ _foreach_copy_ _foreach_div_ _foreach_lerp_ _foreach_norm",
+    "torch": "_foreach_add_ _foreach_copy_ _foreach_div_ _foreach_lerp_",
     "torch:Tensor": "_version",
-    "torch._utils": "_flatten_dense_tensors _unflatten_dense_tensors",
-    "torch.nn:Module": "_modules _parameters _buffers _forward_hooks _forward_pre_hooks "
-    "_non_persistent_buffers_set",
-    "torch.nn.modules.batchnorm": "_BatchNorm",
+    "torch.nn:Module": "_modules _buffers _forward_hooks _forward_pre_hooks",
     "torch.nn.parallel:DistributedDataParallel": "_check_reducer_finalized",
     "torch.amp.grad_scaler:GradScaler": "_found_inf_per_device",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__": "_workers",

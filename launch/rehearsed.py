@@ -1,9 +1,9 @@
 """A program in a rehearsal: as it is, on little data, with each step noted.
 
 `Watched` stands in the place of Elastic. A life differs as its `does` says: {"step": (6, 9)}, signal 9 once
-step 6 is noted, {"report": (15, 9)} in an evaluation; {"ulp": 1} moves each weight by one ulp a step;
+step 6 is noted, {"report": (15, 9)} after a report; {"ulp": 1} moves each weight by one ulp at each note;
 {"calm": 1} draws the same always, and no BatchNorm trains. `Plain` is the same program without this project:
-what that does to a program alike in each of its runs is seen by nothing else.
+what this project does to a program alike in each of its runs is seen by nothing else.
 """
 
 import pickle
@@ -90,7 +90,7 @@ class Watched(common.elastic.Elastic):
 
 
 class Silence(TorchDispatchMode):
-    """In it torch draws the same number always, and drops nothing."""
+    """In it torch draws the same number always, by what is in DRAWS, and drops nothing."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__

@@ -27,5 +27,6 @@ LAUNCHER = {
     f"{MEETING}:_NodeDescGenerator.__init__": "_local_id",
     "torch.distributed": "DistNetworkError",
     "torch.distributed.launcher.api": "LocalElasticAgent launch_agent",
+    "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.distributed.run": "config_from_args get_args_parser",
 }

@@ -20,7 +20,7 @@ sys.path = [ROOT, *filter(None, sys.path)]
 
 from common import place  # noqa: E402
 from common.errors import guarded, one_line, say  # noqa: E402
-from common.options import extra, text_of  # noqa: E402
+from common.options import bytes_of, extra  # noqa: E402
 
 A_PEER = re.compile("Connection (closed|reset)|Dist(Network|Store)Error")  # has ended while the ranks met
 
@@ -33,7 +33,7 @@ def preload(script: str, module: str, options: dict) -> None:
     for name in (f"{script}:", *options.values()):
         file, _, _ = str(name).rpartition(":")
         if file.endswith(".py"):
-            text_of(Path(file).resolve())
+            bytes_of(Path(file).resolve())
     importlib.import_module(module)
     extra("own_data")  # of this project as it is now: a change of it changes nothing until the next start
     importlib.import_module("torch._dynamo")  # torch.optim would import it in each process: two seconds
@@ -70,7 +70,7 @@ def work(command: tuple[str, ...], environment: dict[str, str], outputs: list[st
     try:
         # a mistake in a script of one's own is made again by each life
         with guarded(debug="--debug" in command):
-            code = compile(text_of(Path(command[0]).resolve()), command[0], "exec")
+            code = compile(bytes_of(Path(command[0]).resolve()), command[0], "exec")
             main = sys.modules["__main__"] = ModuleType("__main__")
             main.__file__ = command[0]
             exec(code, vars(main))

@@ -67,7 +67,7 @@ class IdleTimer:
         self.seconds = 0.0
         self.looked = 0.0
 
-    def __call__(self, value: object) -> float:
+    def __call__(self, value):
         now = time.monotonic()
         self.seconds += min(now - self.looked, LOOK_SECONDS)
         if value != self.value or not self.looked:

@@ -1,4 +1,4 @@
-"""Which tensors this rank holds, and where their bytes lie in a checkpoint.
+"""Which tensors a checkpoint of this run must have.
 
 From {"model": {name: tensor}, "optimizer": ...} to the tables that a checkpoint of them must have, and to the
 tensors into which its files are read.
@@ -18,7 +18,7 @@ Named = dict[str, dict[str, Tensor]]  # {kind: {name: tensor}}
 
 
 class Layout:
-    """The net's tensors and their places in a checkpoint; what else is remembered comes as new tensors."""
+    """The net's tensors, each with its type and shape; what else is remembered comes as new tensors."""
 
     def __init__(self, tensors: Named):
         self.tensors = tensors["model"]
@@ -26,7 +26,7 @@ class Layout:
         self.remembered: dict[str, Tensor] = {}  # of the checkpoint that was read last
 
     def checked(self, tensors: Named) -> Named:
-        """Return the same tensors by file; UserError if the net's are not those of the start."""
+        """Return the same tensors by kind; UserError if the net's are not those of the start."""
         name = differs(specs_of(tensors["model"]), self.specs)
         if name:
             raise UserError(f"{name} came, went or changed after the start\nmake it when the net is made")
@@ -61,7 +61,7 @@ def differs(specs, others):
 def facts_of(net: nn.Module) -> dict[str, Any]:
     """Return what a checkpoint holds of a net beside its tensors: so `load` needs neither script nor data.
 
-    `build_model` notes it of the whole net: in train_mp.py only a part of the net may be left.
+    `build_model` notes it, with the facts of the data.
     """
     return vars(net).get("_facts") or {"tied": tied_names(net), "data": {}}
 

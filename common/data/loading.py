@@ -14,7 +14,7 @@ from common.errors import UserError, blamed
 from common.options import DATASETS, Options, extra, find_function, kind_of
 from common.sampler import ElasticSampler, share
 
-FILES = (
+WAY_OUT = (
     "its files are to be in --data-dir {} (of text it is the file itself); "
     "--download fetches mnist, fashion-mnist, cifar10"
 )
@@ -31,7 +31,7 @@ def load_data(opts: Options, own_sets: tuple[Dataset, Dataset] | None = None) ->
     name = kind_of(opts.dataset)
     if own_sets or name not in DATASETS:
         return extra("own_data")(opts, own_sets)
-    with blamed(f"dataset {opts.dataset}", FILES.format(opts.data_dir)):
+    with blamed(f"dataset {opts.dataset}", WAY_OUT.format(opts.data_dir)):
         return find_function(DATASETS[name][0])(opts)
 
 
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     """A rank's share of one global batch, cut into its forwards."""
 
     parts: list[tuple]  # (ids of the samples, what collate made of them) for each forward
-    size: int  # number of samples in the whole global batch
+    size: int  # samples of the global batch, over all ranks; in an evaluation of a block
 
     @property
     def ids(self) -> list[int]:
@@ -71,12 +71,12 @@ class Batch(NamedTuple):
 def batches(samples: Samples, order: ElasticSampler, opts: Options) -> Iterator[Batch]:
     """Yield this rank's Batch of every global batch that is left of `order`, on the CPU.
 
-    A share may be empty, without any part: every rank yields the same number of batches.
+    A share may be empty: every rank yields the same number of batches.
     """
     if samples.set_epoch:
         samples.set_epoch(order.epoch)
-    shares = loaded(samples, cuts(order, opts), opts, order.epoch, opts.augment != "none")
-    for parts, size in zip(shares, order.batch_sizes(), strict=True):
+    parts_of_all = loaded(samples, cuts(order, opts), opts, order.epoch, opts.augment != "none")
+    for parts, size in zip(parts_of_all, order.batch_sizes(), strict=True):
         yield Batch(parts, size)
 
 
@@ -88,7 +88,7 @@ def cuts(order, opts):
         yield [list(itertools.islice(ids, n)) for n in sizes]
 
 
-def forward_sizes(n: int, rank: int, world: int, opts: Options) -> list[int]:
+def forward_sizes(n, rank, world, opts):
     """Return how many samples each forward of this rank gets of a global batch of n samples.
 
     With --sync-bn ranks wait for each other inside a forward: all make as many, if need be of
@@ -106,12 +106,12 @@ def forward_sizes(n: int, rank: int, world: int, opts: Options) -> list[int]:
 
 def loaded(
     samples: Samples,
-    cuts: Iterable,
+    shares: Iterable,
     opts: Options,
     epoch: int = 0,
     augment: bool = False,
 ) -> Iterator:
-    """Yield [(ids, what `fetch` made of these samples) for each forward] of each share of `cuts`."""
+    """Yield [(ids, what `fetch` made of these samples) for each forward] of each share."""
 
     def load(cut):
         parts = []
@@ -126,7 +126,7 @@ def loaded(
 
     pin = bool(gpus()) and "cpu" not in (opts.device, *opts.devices)
     if opts.workers and samples.one_by_one:
-        yield from extra("workers")(load, cuts, opts.workers, pin)
+        yield from extra("workers")(load, shares, opts.workers, pin)
         return
-    for parts in map(load, cuts):
+    for parts in map(load, shares):
         yield map_tensors(Tensor.pin_memory, parts) if pin else parts

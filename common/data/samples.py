@@ -66,10 +66,6 @@ class Samples:
     def __len__(self) -> int:
         return self.count
 
-    def example(self) -> Nested:
-        """Make two samples for a forward that counts nothing: BatchNorm cannot train on one."""
-        return self.fetch(2 * [self.first])
-
     def look(self) -> Nested:
         """Take the shape of samples from the first one that can be read; return the batch of that one."""
         for id in range(len(self)):

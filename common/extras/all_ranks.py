@@ -23,7 +23,7 @@ def rows(run, tensor):
     """Return the rows of all ranks, one after the other."""
     own = tensor.detach().to("cpu", copy=True)
     if own_samples(run, "gather") == 0:
-        own = own[:0]  # of an example, which counts nothing
+        own = own[:0]  # of samples that count nothing
     counts = gather(run.world, len(own))
     total = own.new_zeros(sum(counts), *own.shape[1:])
     total.split(counts)[run.world.rank].copy_(own)

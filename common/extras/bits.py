@@ -30,29 +30,25 @@ import itertools
 import math
 import threading
 from bisect import bisect
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from common.data import Batch
 from common.device import is_gpu, mark, module_of, wait_by_polling
 from common.errors import UserError
 from common.extras.buffers import MeanOfBuffers
 from common.extras.tasks import end_mean
-from common.options import Options, extra
+from common.options import extra
 from common.sampler import hash_seed, share
-from common.training import Gradient, TrainState
-from common.world import World
+from common.training import Gradient
 
 ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
 FIRST_BUCKET_BYTES = 1 << 20  # of gradients that are sent together: small, to leave early; as in DDP
 BUCKET_BYTES = 25 << 20  # of the other buckets
 
 
-def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[..., "SliceGradient"]:
+def gradient_of_slices(net, opts, world):
     """Return what makes the gradient of (batch, state, world, split) with --virtual-ranks."""
     refuse_dropout_of_cudnn(net, world.device)
     slices = Slices(net, world, opts.virtual_ranks)
@@ -60,7 +56,7 @@ def gradient_of_slices(net: nn.Module, opts: Options, world: World) -> Callable[
     return functools.partial(kind, slices)
 
 
-def refuse_dropout_of_cudnn(net: nn.Module, device: torch.device) -> None:
+def refuse_dropout_of_cudnn(net, device):
     """Refuse draws that no seed sets."""
     if is_gpu(device) and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
         raise UserError(
@@ -73,7 +69,7 @@ def refuse_dropout_of_cudnn(net: nn.Module, device: torch.device) -> None:
 class SliceGradient(Gradient):
     """A gradient whose pieces are slices. Each is computed as if it were alone, on whichever rank."""
 
-    def __init__(self, slices: "Slices", batch: Batch, state: TrainState, world: World, split: Any) -> None:
+    def __init__(self, slices, batch, state, world, split):
         super().__init__(None, batch, state, world, split, numbers=slices.own)
         self.slices = slices
 
@@ -83,7 +79,7 @@ class SliceGradient(Gradient):
         self.state.statistics.reset()
         self._seed()
 
-    def _backward(self, loss: Tensor, totals: Tensor) -> None:
+    def _backward(self, loss, totals):
         if self.is_first:
             self.slices.begin(self.state, totals, self.counts_samples)
         if self.ids:
@@ -91,7 +87,7 @@ class SliceGradient(Gradient):
             tail = self.slices.measured(self.number, len(self.ids) / size, totals)
             self.slices.backward(self.number, tail, self.state.scaler.scale(loss / size))
 
-    def finish(self) -> Tensor:
+    def finish(self):
         """Average over the ranks; returns the totals of all on rank 0, as callers add those of the ranks."""
         totals = self.slices.finish()
         if not self.counts_samples:
@@ -335,7 +331,7 @@ def tree_of(slices, ranks):
 
 
 # ---- what decides the bits besides the options: recorded, compared at every start -----------------------
-def facts(device: torch.device) -> dict[str, str | int]:
+def facts(device):
     """Return {what it is: value} for options.json."""
     processor = torch.backends.cpu.get_cpu_capability()
     if is_gpu(device):

@@ -1,7 +1,5 @@
 """The mean of what forwards change in a net's buffers: over replicas, or slices (bits.py)."""
 
-from typing import Any
-
 import torch
 
 
@@ -12,7 +10,7 @@ class MeanOfBuffers:
     Changes are computed in double precision, which holds every counter below 2**53.
     """
 
-    def __init__(self, statistics: Any) -> None:
+    def __init__(self, statistics):
         self.statistics = statistics
         numbers = _numbers(statistics.committed.values())
         sizes = [b.numel() for b in numbers]

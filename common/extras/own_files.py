@@ -15,12 +15,12 @@ from common.errors import UserError, blamed
 from common.options import (
     FLAGS,
     OF_A_MACHINE,
+    bytes_of,
     files_of,
     find_function,
     flag_of,
     read_options,
     read_run,
-    text_of,
 )
 from common.sealed import marked, own_key
 
@@ -53,7 +53,7 @@ def load_file(path):
     module.__file__ = str(path)
     # its source: a cached .pyc may be that of a text of the same second and size
     try:
-        exec(compile(text_of(path), path, "exec"), vars(module))
+        exec(compile(bytes_of(path), path, "exec"), vars(module))
     finally:  # an import that fails may be one of them
         refuse_other_neighbours(path)
     return module

@@ -7,23 +7,21 @@ From a batch to the call of run.step with its loss, or with that of its last pie
 import time
 
 import torch
-from torch import Tensor
 
 from common.device import is_gpu, module_of
-from common.world import World
 
 
 class Pace:
     """The seconds in which this rank has computed since the last logged step."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self.world = world
         self.spans: list[tuple] = []  # each from one moment to another
 
-    def begin(self) -> None:
+    def begin(self):
         self.began = self._moment()
 
-    def end(self) -> None:
+    def end(self):
         self.spans.append((self.began, self._moment()))
 
     def _moment(self):
@@ -33,7 +31,7 @@ class Pace:
         gpu = module_of(device)
         return gpu.current_stream(device).record_event(gpu.Event(enable_timing=True))
 
-    def all_sum(self, totals: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def all_sum(self, totals):
         """Return (the sum over ranks, the slowest rank and by how much), once the GPU has come so far."""
         own = torch.zeros(self.world.size, dtype=totals.dtype)
         for began, ended in self.spans:

@@ -7,24 +7,21 @@ are. With --virtual-ranks the gradient of a slice has the same bits on every ran
 import socket
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from common.data import Batch, batches
+from common.data import batches
 from common.errors import UserError
-from common.extras.bits import SliceGradient, Slices
+from common.extras.bits import SliceGradient
 from common.extras.differ import roll_back
 from common.sampler import ElasticSampler, hash_seed
-from common.training import TrainState
-from common.world import World, fingerprint_of, gather
+from common.world import fingerprint_of, gather
 
 
 class VotedGradient(SliceGradient):
     """A gradient with one piece more on each rank, which is not added; if votes differ, all repeat it."""
 
-    def __init__(self, slices: Slices, batch: Batch, state: TrainState, world: World, split: Any) -> None:
+    def __init__(self, slices, batch, state, world, split):
         super().__init__(slices, batch, state, world, split)
         self.votes: list[list[int]] = []
         self.piece = None  # that all vote on
@@ -33,7 +30,7 @@ class VotedGradient(SliceGradient):
         if self.piece:
             self.parts.append(self.piece)
 
-    def add(self, loss: Tensor | dict, count: float | Tensor | None = None) -> None:
+    def add(self, loss, count=None):
         super().add(loss, count)
         if not self.piece or not self.is_last:
             return
@@ -70,7 +67,7 @@ class VotedGradient(SliceGradient):
 
 
 def count_votes(store, odd):
-    """Let all ranks agree on this step, or end the run if `odd` names one of them."""
+    """Note that all ranks agree up to the last step, or end the run if `odd` names one of them."""
     if odd:
         error = UserError(
             f"{odd}; going back to step {store.saver.agreed} or before, on which ranks agreed\n"
@@ -87,7 +84,7 @@ def voted_slice(opts, step):
 
 
 def voted_piece(split, state):
-    """Return (v, ids, samples) of the same slice v of a step on all ranks; None without any that can be read."""
+    """Return (v, ids, samples) of the same slice v of a step on all ranks; None if it has none to read."""
     progress = state.progress
     opts = replace(state.opts, workers=0)
     v = voted_slice(opts, progress.step)

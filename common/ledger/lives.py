@@ -1,4 +1,4 @@
-"""The lives of a run, as events of its ledger, the newest one first. No torch here."""
+"""The lives of a run, as events of its ledger. No torch here."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -27,7 +27,7 @@ Life = list[Record]  # its events in order; the first is named "life"
 def newest_lives(run_dir: Path) -> Iterator[Life]:
     """Yield the lives, the newest one first; read the ledger from its end, as far as lives are asked for.
 
-    Entries of the clock are left out, but for the last one of a file.
+    Entries of the clock are left out, unless a file ends with one.
     """
     events = []
     for event in merge(*map(_back, ledgers(run_dir)), key=TIME, reverse=True):
@@ -44,12 +44,12 @@ def ledgers(*run_dirs: Path) -> list[Path]:
 
 def _back(path):
     """Yield the events of a file, the newest one first."""
-    newest = None
+    at_end = True
     with suppress(OSError):  # what has its name is no file, or cannot be read: a log stops no start
         for _, line in lines_back(path):
-            event = None if newest and CLOCK in line else parse(line)
+            event = parse(line) if at_end or CLOCK not in line else None
             if event and is_whole(event):
-                newest = newest or event
+                at_end = False
                 yield event
 
 

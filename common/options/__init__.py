@@ -14,4 +14,4 @@ from common.options.options import (
 )
 from common.options.parser import begin_life, parse_options, read_arguments
 from common.options.registry import DATASETS, MODELS, extra, find_function, flag_of, kind_of
-from common.options.user import code_of, commit, files_of, text_of
+from common.options.user import bytes_of, code_of, commit, files_of

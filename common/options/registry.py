@@ -38,7 +38,6 @@ EXTRAS: dict[str, str] = {
     "unknown_flag": "common.extras.rules:refuse_flag",
     "optimizer_args": "common.extras.rules:keywords",
     "own_file": "common.extras.own_files:load_file",
-    "call": "common.extras.own_files:call_user",  # a function in one
     "own_data": "common.extras.own_data:own_data",
     "dataset": "common.extras.own_data:DatasetSamples",
     "as_input": "common.extras.own_data:as_input",  # of numbers that are no pictures

@@ -15,8 +15,8 @@ from common.sealed import sha
 
 
 @functools.cache
-def text_of(path: Path) -> bytes:
-    """Read a file. A launcher reads it at its start, for all lives: an edit changes none of them."""
+def bytes_of(path: Path) -> bytes:
+    """Read a file. launch/torchrun.py reads it at its start, for all lives: an edit changes none of them."""
     return path.read_bytes()
 
 
@@ -26,8 +26,8 @@ def code_of(opts: Options) -> dict[str, str]:
     code = {}
     for path in filter(Path.is_file, map(Path, (sys.argv[0], *named))):
         for file in files_of(path.resolve()):
-            name = f"code of {file.name}"
-            code[name] = sha(code.get(name, "").encode() + text_of(file))[:12]
+            name = f"code of {file.name}"  # files of one name have one hash
+            code[name] = sha(code.get(name, "").encode() + bytes_of(file))[:12]
     return code
 
 
@@ -40,7 +40,7 @@ def commit() -> str:
 
 
 def files_of(path: Path) -> dict[Path, Path]:
-    """Return {file: the one that imports it}: a file, what it imports from its folder, packages whole."""
+    """Return {file: the one that imports it}: a file, and all imports that lie in its folder."""
     found = {path: path}
     todo = [path]
     for importer in todo:  # it grows
@@ -67,7 +67,7 @@ def modules(folder, name):
 def imports_of(path):
     """Yield the first words of what a file imports, anywhere in it; nothing if Python cannot read it."""
     with suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(text_of(path))):
+        for node in ast.walk(ast.parse(bytes_of(path))):
             if isinstance(node, ast.Import):
                 yield from (alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and not node.level:

@@ -46,7 +46,7 @@ class Parting:
         self.passed()
 
     def hear(self, message):
-        """Return whether this message of another rank is one of these; UserError if this one has gone on."""
+        """Return whether this message tells that a rank has left; UserError if this one has gone on."""
         word, *numbers = message.split()
         if word != "left":
             return False

@@ -2,11 +2,12 @@
 
 From the checkpoints that each owner of a folder offers to the tensors and counters of every rank.
 
-All ranks try the offered names together, the newest first. Each rank reads it out of the folder it sees,
-straight into its tensors, with all checks of checkpoint/reader.py. The first rank that could read it sends
-facts and tables to all. A rank that could not, or that has other bytes under this name, gets each tensor from
-that one. If no rank has all bytes, all try the next name, which overwrites the tensors. What cannot be read,
-though nothing shows that it is damaged, is not passed over: the life ends, and the next one tries again.
+All ranks try the offered names together, the newest first. Each rank reads that checkpoint out of the folder
+it sees, straight into its tensors, with all checks of checkpoint/reader.py. The first rank that could read it
+sends facts and tables to all. A rank that could not, or that has other bytes under this name, gets each
+tensor from that one. If no rank has all bytes, all try the next name, which overwrites the tensors. What
+cannot be read, though nothing shows that it is damaged, is not passed over: the life ends, and the next one
+tries again.
 """
 
 from pathlib import Path
@@ -29,19 +30,18 @@ class Loaded(NamedTuple):
     steps: list[int] = []  # of all checkpoints that any rank has offered
 
 
-def lay_out(state, world):
-    """Return (this rank's layout, whether its tensors are those of rank 0); call on every rank."""
+def layout_of(state):
+    """Return the layout of a net's tensors, some of which may be frozen."""
     named = state.net.named_parameters(remove_duplicate=False)
     frozen = {name for name, p in named if not p.requires_grad}
     tensors = state.tensors()
-    layout = extra("frozen")(tensors, frozen) if frozen else Layout(tensors)
-    return layout, layout.specs == gather(world, None if world.rank else layout.specs)[0]
+    return extra("frozen")(tensors, frozen) if frozen else Layout(tensors)
 
 
 def load(state, world, layout, run, owns):
     """Load what this start begins with, and tell what it was; call on every rank.
 
-    `run` is this one, as a manifest has it; `owns`: this rank owns the folder that it sees.
+    `run` is this one, by the hash that a manifest has; `owns`: this rank owns the folder that it sees.
 
     The first of these sources that there is counts, and those after it are ignored:
     1. the run's own folder: the same command starts a run and resumes it
@@ -85,19 +85,19 @@ def load_newest(
     skipped = []
     for name in newest_first([*steps]):
         choice = own.get(name)
-        files, facts, mark, damage = _read(world, layout, run, choice)
-        marks, damages = zip(*gather(world, [mark, damage]), strict=True)
-        loaded = mark != "" and {*marks} == {mark}
-        source = _first(marks)
-        if source >= 0 and not loaded:
-            facts, loaded = extra("relay")(world, layout, source, choice, [files, facts])
+        files, facts, digest, damage = _read(world, layout, run, choice)
+        digests, damages = zip(*gather(world, [digest, damage]), strict=True)
+        loaded = digest != "" and {*digests} == {digest}
+        giver = _first(digests)
+        if giver >= 0 and not loaded:
+            facts, loaded = extra("relay")(world, layout, giver, choice, [files, facts])
         if damage and world.rank == _first(damages):
             way = "received from another rank" if loaded else "trying the one before"
             say(f"checkpoints/{name}: {damage}; {way}")
         if owns and choice and (damage or not loaded):
             skipped.append(choice[1])
         if loaded:
-            here = mark == marks[source]
+            here = digest == digests[giver]
             return Loaded(f"checkpoints/{name}", facts, here, skipped, [*steps.values()])
     return Loaded(steps=[*steps.values()])
 
@@ -108,7 +108,7 @@ def _first(texts):
 
 
 def _read(world, layout, run, choice):
-    """Return (tables, facts, their mark, damage) of what this rank has read; waits for all ranks.
+    """Return (tables, facts, their digest, damage) of what this rank has read; waits for all ranks.
 
     An OSError of one rank ends this life on all.
     """

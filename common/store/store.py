@@ -16,9 +16,9 @@ from common.checkpoint import Damaged, Fence, Writer, put_sealed
 from common.errors import UserError, may_pass, say
 from common.ledger import Ledger, named, newest_lives
 from common.options import Options, code_of, extra
-from common.sealed import marked
+from common.sealed import marked, sha, to_json
 from common.store.identity import identify
-from common.store.load import lay_out, load
+from common.store.load import layout_of, load
 from common.store.saver import Saver
 from common.training import TrainState
 from common.world import WATCHED, World, bit_facts, fingerprint_of, gather, same_everywhere
@@ -45,7 +45,7 @@ class CheckpointStore:
         opts = self.opts
         world = self.world
         self.state = state
-        layout, fits = lay_out(state, world)
+        layout = layout_of(state)
         self.code = code_of(opts)
         same_everywhere(
             world,
@@ -55,7 +55,7 @@ class CheckpointStore:
                 "data": self.fingerprint[:12],
                 **self.code,
                 **opts.of_all_ranks(),
-                "net (names, shapes or types)": "as in replica 0" if fits else "another",
+                "net (names, shapes or types)": sha(to_json(layout.specs))[:12],
                 "samples": str(state.progress.samples),
                 **bit_facts(opts, world.device),
             },

@@ -1,10 +1,8 @@
 """How a net trains, and what its evaluation may not leave behind.
 
-Training and evaluation call the net's own `train()` and `eval()`, as a loop by hand does: a LoRA may merge there, a net may keep
-a part of itself in evaluation mode, or change a number of its own.
+Training and evaluation call the net's own `train()` and `eval()`, as a loop by hand does: a LoRA may merge
+there, a net may keep a part of itself in evaluation mode, or change a number of its own.
 """
-
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ ROUNDED = 0.1  # of what eval() has changed in a weight, so much may be left
 class Modes:
     """The modes that a net has now: a part in evaluation mode stays in it."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net):
         self.net = net
         modules = [*net.modules()]
         self.trains = [module.training for module in modules]
@@ -25,12 +23,12 @@ class Modes:
         if len(self.evaluates) == len(modules):  # others' loaders return a net in evaluation mode
             self.evaluates = []
 
-    def restore(self) -> None:
+    def restore(self):
         """Set these modes again, if others are set now."""
         if [module.training for module in self.net.modules()] != self.trains:
             self.set()
 
-    def set(self) -> None:
+    def set(self):
         """Call the net's `train()`, but for the parts that stay in evaluation mode."""
         self.net.train()
         for module in self.evaluates:
@@ -43,7 +41,7 @@ class Modes:
 class Snapshot:
     """The buffers before an evaluation, some weights, and those of layers that merge them, as a LoRA."""
 
-    def __init__(self, net: nn.Module, weights: Iterable[nn.Parameter]) -> None:
+    def __init__(self, net, weights):
         for module in net.modules():
             if own(module, "train") or own(module, "eval"):
                 weights = [*weights, *module.parameters()]
@@ -55,13 +53,13 @@ class Snapshot:
             if buffer is not None
         ]
 
-    def moved(self) -> dict[nn.Parameter, float]:
+    def moved(self):
         """Return how far each of these weights is from what it was."""
         return {p: float((p.detach() - was).abs().max()) for p, was in self.weights.items() if p.numel()}
 
     @torch.no_grad()
-    def put_back(self, names: dict[nn.Parameter, str], merged: dict[nn.Parameter, float]) -> None:
-        """Restore all to the bit; UserError if train() has not undone what eval() had `merged`."""
+    def put_back(self, names, merged):
+        """Restore all to the bit, after train(); UserError if that has not undone what eval() `merged`."""
         left = self.moved() if merged else {}
         for p, weight in self.weights.items():
             p.data.copy_(weight)  # not counted as a change
@@ -78,6 +76,6 @@ class Snapshot:
                 )
 
 
-def own(module: nn.Module, name: str) -> bool:
+def own(module, name):
     """Return whether a module has a method of its own in place of nn.Module's."""
     return getattr(getattr(module, name), "__func__", None) is not getattr(nn.Module, name)

@@ -36,7 +36,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return parts
 
 
-def turns_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def turns_of(optimizer):
     """Return those that take turns with a batch; usually it is one."""
     return getattr(optimizer, "turns", [optimizer])
 
@@ -46,7 +46,7 @@ def weights_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def groups_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+def groups_of(optimizer):
     """Return the groups of all its parts."""
     return [group for part in parts_of(optimizer) for group in part.param_groups]
 

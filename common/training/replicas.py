@@ -64,9 +64,7 @@ class Called:
 
 
 # ---- how the gradient is averaged over the ranks -------------------------------------------------------
-def engines_of(
-    net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, world: World
-) -> list[DistributedDataParallel | None]:
+def engines_of(net, optimizer, opts, world):
     """Return one for each turn; None if this process is alone, and with --virtual-ranks."""
     turns = turns_of(optimizer)
     if opts.virtual_ranks or world.size == 1:

@@ -25,9 +25,10 @@ from common.device import devices_of, mark, wait_by_polling
 from common.errors import UserError, blamed
 from common.options import Options, extra
 from common.sampler import seed
+from common.sealed import Facts
 from common.training.modes import Modes, Snapshot
 from common.training.optimizer import check_groups, groups_of, named_state, take_state, turns_of, weights_of
-from common.training.progress import Facts, Progress
+from common.training.progress import Progress
 from common.training.statistics import Statistics
 from common.training.tasks import OWN, Task, best_of
 from common.world import World, has_peers

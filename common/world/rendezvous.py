@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.place import here
 
 ANSWER = timedelta(seconds=5)  # a process that is alive answers within
-MEETING = timedelta(seconds=120)  # for all ranks to come; then this life fails, and the agents meet again
+MEETING_TIME = timedelta(seconds=120)  # for all ranks to come; else this life fails, and agents meet again
 SILENT_SECONDS = 20  # then a machine without power, or behind a cut cable, has gone
 
 
@@ -40,7 +40,7 @@ def fresh_store(rank, size):
 
 
 def _store_of_this_process(place, rank):
-    """Open it at the given address; a script's second loop (k folds, say) has another port, told over it."""
+    """Open it at the given address; a second loop (k folds, say) has one of its own, told over the first."""
     first = _first_store(place.address, place.port, rank)
     number = first.add(f"loops/{rank}", 1)  # as many on every rank
     if number == 1:
@@ -60,11 +60,11 @@ def _first_store(host, port, rank):
 def _tell_the_port(agent, store, size):
     """Answer each nonce that a rank has drawn, until all have joined."""
     hellos = [f"hello/{rank}" for rank in range(1, size)]
-    deadline = time.monotonic() + MEETING.total_seconds()
+    deadline = time.monotonic() + MEETING_TIME.total_seconds()
     while store.add("joined", 0) < size - 1:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{1 + store.add('joined', 0)} of {size} processes came within {MEETING}")
-        # three requests a turn, however many ranks: none can begin before the last one has come
+            raise TimeoutError(f"{1 + store.add('joined', 0)} of {size} processes came within {MEETING_TIME}")
+        # three requests to the agent a turn, however many ranks: none can begin before the last one has come
         if agent.check(hellos):
             answers = [f"port/{nonce.decode()}" for nonce in agent.multi_get(hellos)]
             agent.multi_set(answers, [str(store.port)] * len(answers))
@@ -73,11 +73,11 @@ def _tell_the_port(agent, store, size):
 
 def _find_store(host, port):
     """Connect once the port listens: a TCPStore that comes too early tries again only after a second."""
-    deadline = time.monotonic() + MEETING.total_seconds()
+    deadline = time.monotonic() + MEETING_TIME.total_seconds()
     while True:
         try:
             socket.create_connection((host, port), ANSWER.total_seconds()).close()
-            return dist.TCPStore(host, port, is_master=False, timeout=MEETING)
+            return dist.TCPStore(host, port, is_master=False, timeout=MEETING_TIME)
         except OSError:
             if time.monotonic() > deadline:
                 raise
@@ -98,7 +98,7 @@ def _open_store(host, port):
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=MEETING,
+        timeout=MEETING_TIME,
         master_listen_fd=listener.detach(),
     )
 
@@ -124,12 +124,12 @@ def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]
     lines: list[socket.socket] = []
     with _felt(_listen(store.host, 0)) as listener:  # accepted connections inherit it
         store.set("lifelines", f"{listener.getsockname()[1]} {nonce}")
-        listener.settimeout(MEETING.total_seconds())
+        listener.settimeout(MEETING_TIME.total_seconds())
         while len(lines) < size - 1:
             line, _ = listener.accept()
             if _knows(line, nonce):
                 lines.append(line)
-            else:  # another user's of this machine
+            else:  # no rank of ours: another user's, say
                 line.close()
     return lines
 

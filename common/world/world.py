@@ -22,7 +22,7 @@ from common.errors import UserError, warn
 from common.options import Options, extra
 from common.place import here
 from common.sampler import hash_seed
-from common.world.rendezvous import ANSWER, MEETING, fresh_store
+from common.world.rendezvous import ANSWER, MEETING_TIME, fresh_store
 
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
@@ -144,7 +144,7 @@ def fingerprint_of(tensors: Iterable[Tensor]) -> int:
     return hash_seed(*sums)
 
 
-def mixed(words: Tensor, first: int) -> Tensor:
+def mixed(words, first):
     """Scramble 64-bit words, each one to one with its place; `first` is that of the first one.
 
     Without it rows in another order, or two signs that flip, would leave the sum as it is.
@@ -252,14 +252,14 @@ def _init_process_group(store, place, devices):
     if is_gpu(device):
         backend = extra("nccl")(store, place, devices)
     # its meeting has an end: NCCL's has none where a driver hangs
-    faulthandler.dump_traceback_later(5 * MEETING.total_seconds(), exit=True, file=2)
+    faulthandler.dump_traceback_later(5 * MEETING_TIME.total_seconds(), exit=True, file=2)
     try:
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
             rank=place.rank,
             world_size=place.size,
-            timeout=MEETING,
+            timeout=MEETING_TIME,
             # a backend that is bound to a device refuses collectives on the others
             device_id=device if is_gpu(device) and len(devices) == 1 else None,
         )

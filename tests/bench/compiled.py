@@ -60,9 +60,6 @@ def main(count=20):
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     arms = {"as it is": Arm(compiles=False), "--compile": Arm(compiles=True)}
-    for arm in arms.values():
-        for _ in range(2):  # torch compiles, DDP finds its buckets
-            arm.step()
     if dist.get_rank():
         sys.stdout = open(os.devnull, "w")
     compare("a step", {name: arm.step for name, arm in arms.items()}, int(count), "as it is")

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -219,11 +220,8 @@ def test_a_checkpoint_that_its_only_machine_cannot_read_a_second_time_is_not_put
     """All took the one before, and the whole one, put aside, went with the next save."""
     opts, _ = two_checkpoints(tmp_path / "node0")
 
-    def away(*_):
-        raise OSError(errno.EIO, "the disk is away")
-
     def live(world):
-        relay.read_file = away
+        relay.read_file = Mock(side_effect=OSError(errno.EIO, "the disk is away"))
         refused(of_node(tmp_path, world), "cannot be read: the disk is away", code=1, world=world)
 
     fork_ranks(2, live, node_size=1)

@@ -49,7 +49,7 @@ def test_kills_and_other_worlds_leave_no_trace_though_samples_are_missing(tmp_pa
 
 def test_a_slice_or_a_share_of_bad_samples_alone_is_one_without_samples(tmp_path):
     given = flags(tmp_path, bad=set(range(7, 100)), global_batch_size=4, epochs=1)
-    sliced = given | {"virtual_ranks": 4}
+    sliced = given | {"virtual_ranks": 4, "cross_check": 1}
     assert run(tmp_path / "a", 4, sliced) == run(tmp_path / "b", 1, sliced)
     run(tmp_path / "c", 3, given)
     assert audit(tmp_path / "c") == CLEAN

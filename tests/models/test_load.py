@@ -13,7 +13,7 @@ from test_bitwise import run
 from common.data import load_data
 from common.extras.own_files import load_file
 from common.models import load
-from common.options import Options, find_function, text_of
+from common.options import Options, bytes_of, find_function
 
 OWN = """
 import torch
@@ -69,7 +69,7 @@ def test_load_finds_the_file_of_the_training_from_any_folder_and_asks_for_one_th
     here = there.rename(tmp_path / "here")
     monkeypatch.chdir(here)
     load_file.cache_clear()
-    text_of.cache_clear()
+    bytes_of.cache_clear()
     with refusal(f"{there}/own.py:net: FileNotFoundError"):
         load("runs/own")
     assert load("runs/own", model="own.py:net").last.out_features == 2

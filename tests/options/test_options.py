@@ -20,7 +20,7 @@ from common.extras.rules import CLASHES, torchvision_models
 from common.options import Options, flag_of, parse_options
 from common.options.parser import FIRST_RUN, begin_life
 from common.options.registry import DATASETS
-from common.options.user import text_of
+from common.options.user import bytes_of
 from common.place import here
 
 TORCHRUN = {
@@ -93,8 +93,8 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, a
 
 
 def test_a_flag_of_a_script_is_compared_with_others(capsys):
-    words = ["--devices=cuda:0,cuda:1", "--device=cpu"]
-    assert "--devices=*cuda* cannot take effect with --device=cpu" in refused(capsys, *words, script="dp")
+    said = refused(capsys, "--devices=cuda:0,cuda:1", "--device=cpu", script="dp")
+    assert "--devices=*cuda* cannot take effect with --device=cpu" in said
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
@@ -256,7 +256,7 @@ def test_a_users_file_that_was_changed_within_a_second_is_run_as_it_is_now(tmp_p
         os.utime(path, (1e9, 1e9))
         assert call_user(f"{path}:net") == number
         load_file.cache_clear()
-        text_of.cache_clear()
+        bytes_of.cache_clear()
 
 
 def test_a_complete_run_says_so_before_net_and_data_are_made(jobs, run, tmp_path):

@@ -8,13 +8,12 @@ from unittest.mock import Mock
 import pytest
 from jobs import ran
 from ranks import fork_ranks
-from refusals import refusal
-from stores import a_life, new_store, options, save, tiny_state, two_checkpoints
+from stores import a_life, options, refused, save, two_checkpoints
 
 from common.extras.own_files import is_marked
 from common.options import commit, parse_options
 from common.options.options import read_run
-from common.options.user import code_of, text_of
+from common.options.user import bytes_of, code_of
 from common.sealed import marked, own_key, sealed, unsealed
 
 NET = "open('ran', 'w')\nfrom parts import net\n"
@@ -106,7 +105,7 @@ def write_code(folder, value=1):
     (folder / "module.py").write_text("import json\n")
     (folder / "unused.py").write_text("")
     (folder / "net.py").write_text("import torch, package\n")
-    text_of.cache_clear()
+    bytes_of.cache_clear()
     return f"{folder}/net.py:net"
 
 
@@ -149,8 +148,7 @@ def test_a_life_that_finds_other_code_than_the_one_before_says_one_line(tmp_path
 
 def a_rank_with_code_of_its_own(world, folder):
     opts = options(folder, model=write_code(folder / str(world.rank), value=world.rank))
-    with refusal("the ranks run different things: rank 0 has code of deep.py"):
-        new_store(opts, world).restore(tiny_state(opts))
+    refused(opts, "the ranks run different things: rank 0 has code of deep.py", world=world)
 
 
 def test_ranks_whose_code_differs_are_refused_by_its_name(tmp_path):

@@ -71,35 +71,34 @@ class FrozenNorm(Program):
         return nn.Sequential(backbone.eval().requires_grad_(False), nn.Linear(8, 3))
 
 
-class PartEvaluates(Program):
-    """A part that the loop puts into evaluation mode at each epoch; an evaluation within one."""
+class PartEvaluates(FrozenNorm):
+    """The loop puts it there, once."""
 
     doors = "loop"
 
     def net(self):
-        backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout())
-        return nn.Sequential(backbone, nn.Linear(8, 3))
+        net = super().net()
+        net[0].train()
+        return net
 
     def plains_optimizer(self, net):
         net[0].eval()
         return self.optimizer(net)
 
+    def begin(self, run):
+        run.net[0].eval()
+
+
+class PartEvaluatesInEpochs(PartEvaluates):
+    """At each epoch; and evaluations within one."""
+
     def loop(self, run):
         for epoch in run.epochs():
-            run.net[0].eval()
+            self.begin(run)
             for batch in epoch:
                 self.step(run, batch)
-                if run.progress.step % 5 == 2:
-                    run.evaluate(lambda batch: self.values(run, batch))
+                run.evaluate(lambda batch: self.values(run, batch))
             self.report(run)
-
-
-class PartEvaluatesAtOnce(PartEvaluates):
-    """The same, once before the loop."""
-
-    def loop(self, run):
-        run.net[0].eval()
-        Program.loop(self, run)
 
 
 TINY = {

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from common.extras.datasets import uniforms
 from common.sampler import ElasticSampler, hash_seed, permute
@@ -92,15 +91,3 @@ def test_fetching_ahead_does_not_move_the_position_and_one_beyond_the_epoch_is_r
     for position in (-1, 101):
         with pytest.raises(ValueError):
             order.set_epoch(0, position)
-
-
-def test_a_plain_dataloader_takes_it_as_batch_sampler():
-    ids = range(50)
-    orders = [ElasticSampler(ids, 8, rank, 2, seed=1) for rank in range(2)]
-    loaders = [DataLoader(ids, batch_sampler=order, num_workers=2) for order in orders]
-    for epoch, position in ((0, 0), (1, 16)):
-        for order in orders:
-            order.set_epoch(epoch, position)
-        steps = [torch.cat(parts).tolist() for parts in zip(*loaders, strict=True)]
-        assert steps == epoch_by_step(50, 8, 1, seed=1, epoch=epoch, position=position)
-        assert len(loaders[0]) == len(steps)

@@ -88,34 +88,10 @@ def signed(data):
 """
 
 
-BAD = """
-import torch
-
-
-class Bad(list):
-    def __getitem__(self, i):
-        if i % 2:
-            raise ValueError("cannot be read")
-        return torch.full((1, 12, 12), i / 20), i % 3
-
-
-def bad():
-    sets = [Bad(range(20)), Bad(range(4))]
-    sets[0].classes = 3
-    return sets
-"""
-
-
 def test_a_gradient_of_minus_zero_names_no_rank(tmp_path):
     (tmp_path / "signed.py").write_text(SIGNED)
     given = EVERY | {"model": f"{tmp_path}/signed.py:signed", "cross_check": 1}
     assert run(tmp_path / "run", 3, CNN | given)
-
-
-def test_a_slice_of_samples_that_cannot_be_read_is_compared_by_nobody(tmp_path):
-    (tmp_path / "bad.py").write_text(BAD)
-    given = EVERY | {"dataset": f"{tmp_path}/bad.py:bad", "bad_samples": "skip", "cross_check": 1}
-    assert run(tmp_path / "run", 2, CNN | given | {"virtual_ranks": 4, "global_batch_size": 4, "epochs": 1})
 
 
 def test_the_slices_that_are_compared_are_all_in_turn():

@@ -32,15 +32,15 @@ MOST_NAMES = 20  # that one door hands out
 COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits", "extras/gpus"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed", "extras/gpus"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
-    "training": 7870,
+    "training": 7680,
     "checkpoint": 6490,
-    "options": 4320,
-    "store": 3660,
+    "options": 4370,
+    "store": 3670,
     "rescue": 3350,
     "ledger": 2980,
-    "elastic": 2920,
-    "world": 2780,
-    "data": 2360,
+    "elastic": 2940,
+    "world": 2770,
+    "data": 2330,
     "errors": 1270,
     "place": 1160,
     "sampler": 1120,

@@ -137,7 +137,7 @@ def join_on_gpus(world, script, seen):
 
     def meet(*_, device_id, **__):
         faulthandler.cancel_dump_traceback_later()
-        assert limits == [(5 * worlds.MEETING.total_seconds(), {"exit": True, "file": 2})]
+        assert limits == [(5 * worlds.MEETING_TIME.total_seconds(), {"exit": True, "file": 2})]
         assert {os.environ[f"TORCH_NCCL_{name}"] for name in WATCHDOGS} == {"0"}
         raise UserError(str(device_id))
 
@@ -182,7 +182,7 @@ def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_g
 def rank_1_never_comes(world):
     if world.rank == 1:
         return 0.0
-    meeting.MEETING = timedelta(seconds=1)
+    meeting.MEETING_TIME = timedelta(seconds=1)
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     know_an_agent(str(agent.port))
     with pytest.raises(TimeoutError, match="1 of 2 processes came"):
@@ -190,7 +190,7 @@ def rank_1_never_comes(world):
 
 
 def test_ranks_that_wait_for_one_that_never_comes_give_up_and_their_agents_meet_again():
-    assert meeting.MEETING <= timedelta(minutes=2)
+    assert meeting.MEETING_TIME <= timedelta(minutes=2)
     fork_ranks(2, rank_1_never_comes)
 
 
