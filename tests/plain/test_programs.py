@@ -77,9 +77,7 @@ class PartEvaluates(FrozenNorm):
     doors = "loop"
 
     def net(self):
-        net = super().net()
-        net[0].train()
-        return net
+        return super().net().train()
 
     def plains_optimizer(self, net):
         net[0].eval()

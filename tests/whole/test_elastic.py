@@ -126,8 +126,9 @@ def test_ranks_may_begin_with_other_weights_and_only_one_may_report(jobs, script
 GROUPS = "[{'params': net[0].parameters(), 'lr': 0.0}, {'params': net[2].parameters()}]"
 RATES = "assert [group['lr'] > 0 for group in optimizer.param_groups] == [0, 1]"
 ODD = {
-    "its net comes in evaluation mode": [
+    "its net comes in evaluation mode, and has it before each epoch": [
         after(BEGIN, "net.eval()", "    "),
+        after(EPOCHS, "run.net.eval()", "            "),
         after(STEP, "assert net.training"),
     ],
     "its first group has no rate": [("net.parameters()", GROUPS), after(STEP, RATES)],
