@@ -128,9 +128,8 @@ def write_at(fd, data, at):
 def put(path, data):
     """Write a small file, whole or not at all, by way of its own folder: checkpoints/ may be on another disk.
 
-    Damaged if no start would read it. Two ranks may do it at once.
+    Two ranks may do it at once.
     """
-    refuse_long(path, len(data))
     aside = path.with_name(f"{NEW_FILE}{uuid.uuid4().hex}")
     with new_file(aside) as fd:
         write_at(fd, data, 0)
@@ -138,8 +137,10 @@ def put(path, data):
 
 
 def put_sealed(path: Path, value: dict) -> None:
-    """Write a file with this object and a seal; it is on the disk then."""
-    put(path, sealed(value))
+    """Write a file with this object and a seal; it is on the disk then. Damaged if no start would read it."""
+    data = sealed(value)
+    refuse_long(path, len(data))
+    put(path, data)
     sync_folder(path.parent)
 
 

@@ -142,9 +142,17 @@ class Bucket:
         try:
             names = self._names()
             self._newest(names)
+            whole = []
             for name in names:
-                if best in (None, step_of(name)) and self._fetch(name) and best is None:
-                    best = read_facts(step_of(name), self.writer.root / name)[1]["best"]["step"]
+                if best in (None, step_of(name)) and self._fetch(name):
+                    whole.append(name)
+                    if best is None:
+                        best = read_facts(step_of(name), self.writer.staging / name)[1]["best"]["step"]
+            for name in reversed(whole):  # the newest one's stays
+                os.rename(self.writer.staging / name / OPTIONS, self.disk / OPTIONS)
+            os.sync()
+            for name in reversed(whole):  # the newest one is the last: a start fetches all or nothing
+                os.rename(self.writer.staging / name, self.writer.root / name)
         except UserError:
             raise
         except Exception as error:
@@ -161,7 +169,7 @@ class Bucket:
             )
 
     def _fetch(self, name):
-        """Return whether this checkpoint is whole, and now on the disk, too."""
+        """Return whether this checkpoint is whole, and now in our staging folder."""
         aside = self.writer.staging / name
         aside.mkdir(0o700)
         for path in self.files.find(f"{self.root}/checkpoints/{name}"):
@@ -176,7 +184,4 @@ class Bucket:
         if whole:
             for path in self.files.glob(f"{self.root}/{LOGS}"):
                 self._get(path, self.disk)
-            os.rename(aside / OPTIONS, self.disk / OPTIONS)
-            os.sync()
-            os.rename(aside, self.writer.root / name)
         return whole

@@ -159,6 +159,7 @@ def flat(value, name):
         if isinstance(value, (list, tuple)):
             kind = "tuple" if isinstance(value, tuple) else "list"
             return {kind: [plain(v, f"{path}.{i}") for i, v in enumerate(value)]}
+        value = getattr(value, "item", lambda: value)()  # of numpy
         if isinstance(value, WORDS):
             return value
         raise UserError(

@@ -60,8 +60,8 @@ def end_of(*numbers):
 
 
 def count_of(names):
-    """Count these names; a number is a count already."""
-    return len(names) if hasattr(names, "__len__") else names
+    """Count these names; a number is a count already, a library's own becomes Python's."""
+    return len(names) if hasattr(names, "__len__") else names and int(names)
 
 
 def inherited(dataset, name):
@@ -124,6 +124,7 @@ class DatasetSamples(Samples):
 
     def contents(self):
         """Yield the sizes of numbers in three samples; of one that changes when it is read again nothing."""
+        yield str(inherited(self.dataset, "fingerprint") or "").encode()  # a Subset has none of its own
         for id in (0, len(self) // 2, len(self) - 1):
             first, again = self._sizes(id), self._sizes(id)
             if first == again:
@@ -164,8 +165,9 @@ def own_optimizer(net, opts):
         parts = [(part, part.param_groups) for part in parts_of(optimizer)]
     for part, groups in parts:
         usual = inspect.signature(type(part)).parameters.get("lr")
+        is_open = usual and all(group.get("lr") == usual.default for group in groups)
         for group in groups:
-            if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
+            if not is_open and group.get("lr", opts.lr) != opts.lr:
                 raise UserError(
                     f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
                     "give --lr, and a group with another rate a `scale`"

@@ -24,7 +24,7 @@ from common.options import (
 )
 from common.sealed import marked, own_key
 
-NOT_INHERITED = {"resume", "max_steps", "eval_only"}  # by a fork
+NOT_INHERITED = {"resume", "max_steps", "eval_only", "copy_to"}  # by a fork
 
 
 def call_user(place, *arguments, first=False):

@@ -24,7 +24,7 @@ from common.ledger import named
 from common.options import read_options
 from common.place import start_of
 
-MOST_ROWS = 4000  # in a page
+MOST_ROWS = 4000  # of a kind, in a page
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
 # "paused" lasts until the next command is typed: it is no price of a death
 BUCKETS = ("down", "paused", "start", *STEPPING, "redone", "rescue", "other")
@@ -130,8 +130,10 @@ def span(seconds):
 
 def page(run, facts):
     """Write the report as a page of HTML, with curves."""
-    rows = list(read(run / "metrics.jsonl", "step"))
-    rows = rows[:: len(rows) // MOST_ROWS + 1]
+    rows = []
+    for is_step in (True, False):
+        kind = [row for row in read(run / "metrics.jsonl", "step") if ("epoch" in row) == is_step]
+        rows += kind[:: len(kind) // MOST_ROWS + 1]
     data = facts | {"report": list(report(run, facts)), "run": str(run), "rows": rows}
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return template.replace("DATA", json.dumps(data).replace("<", "\\u003c"))

@@ -3,6 +3,7 @@
 """
 
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,13 +11,14 @@ from safetensors.torch import load_file
 
 from common.checkpoint import facts_of
 from common.data import DataFacts
-from common.errors import UserError, blamed
+from common.errors import UserError, blamed, say
 from common.extras.chosen import choices_at, weights_of
 from common.extras.own_files import refuse_foreign_code
 from common.extras.take_over import take_over
 from common.models import build_model
 from common.options import Options, read_options
 from common.store import Loaded, load_newest
+from common.world import gather
 
 # of a loop of one's own: a function that returns its net asks for nothing
 NOT_KNOWN = {"name": "the loop's", "known_classes": None, "sample_shape": (), "vocab": None}
@@ -130,9 +132,30 @@ def load_another_run(state, world, layout, owns):
             f"python -m common.checkpoint {source} says why",
             code=2 if opts.at else 3,
         )
+    ours = optimizer_of(opts.identity())
+    was = next(filter(None, gather(world, optimizer_of_run(choices))), ours)
+    if was != ours:
+        layout.remembered = {
+            name: tensor
+            for name, tensor in layout.remembered.items()
+            if name.endswith("/ema") or name.startswith("/") and not name.startswith("/settings/")
+        }
+        if owns:
+            say(f"{source} had the optimizer {' '.join(was).strip()}: this one begins without its state")
     state.load(other.facts, layout.remembered)
     take_over(state, world, other.facts, [], [], owns)
     return Loaded(source)
+
+
+def optimizer_of_run(choices):
+    """Return the optimizer with which these checkpoints were made; None if nobody knows here."""
+    with suppress(UserError, IndexError):  # a checkpoint without its run, or none
+        return optimizer_of(read_options(choices[0][1].parents[1]))
+
+
+def optimizer_of(values):
+    """Return the optimizer of these options, and its arguments; of a file its name."""
+    return [values["optimizer"].rpartition("/")[2], values["optimizer_args"]]
 
 
 def load(run, which, model):

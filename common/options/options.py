@@ -109,7 +109,7 @@ class Options:
     image_size: int = fixed(224, f"side of a picture; evaluated after {as_imagefolder(224)}", low=8)
     vocab_size: int = free(0, "different tokens of train.bin and val.bin")
     download: bool = free(False, "fetch missing files (one process per machine does)")
-    workers: int = free(None, "loading processes per rank for files (default: up to 4)")
+    workers: int = free(None, "loading processes per rank (default: up to 4 for imagefolder, else none)")
     bad_samples: str = fixed(
         "stop", "an unreadable sample ends the run, or counts 0", scripts="ddp dp", choices=("stop", "skip")
     )
@@ -218,7 +218,7 @@ class Options:
             "task": "tokens" if words else "classify",
             "lr": RATES.get(self.optimizer, RATE),
             "momentum": 0.9 if self.optimizer == "sgd" and "momentum" not in self.optimizer_args else None,
-            "workers": min(4, max(1, cores)) if "workers" in self.flags_of_dataset else 0,
+            "workers": min(4, max(1, cores)) if self.dataset == "imagefolder" else 0,
         }
         for name, value in left_open.items():
             if getattr(self, name) is None:

@@ -97,7 +97,7 @@ def read_value(field, text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not {NUMBERS[field.type]} from {low} and below {below:g}"
         )
-    if not text:
+    if "" in (text.split(",") if field.type is tuple else [text]):
         raise argparse.ArgumentTypeError("is empty")
     if field.name == "optimizer" and ".py" not in text:
         return text.lower()

@@ -33,8 +33,8 @@ class Loaded(NamedTuple):
 def layout_of(state):
     """Return the layout of a net's tensors, some of which may be frozen."""
     named = state.net.named_parameters(remove_duplicate=False)
-    frozen = {name for name, p in named if not p.requires_grad}
     tensors = state.tensors()
+    frozen = {name for name, p in named if not p.requires_grad} & tensors["model"].keys()
     return extra("frozen")(tensors, frozen) if frozen else Layout(tensors)
 
 

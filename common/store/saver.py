@@ -145,7 +145,7 @@ class Saver:
     # ---- a checkpoint -----------------------------------------------------------------------------
     def write(self, tensors, facts):
         """Write a new checkpoint, return its folder; UserError if a weight is no number any more."""
-        net = tensors["model"] | tensors.get("frozen", {})
+        net = tensors["model"]
         for name in self.state.names.values():
             if name in net and not_finite(net[name]):
                 raise self.state.diverged(f"step {facts['step']}: {name} is no longer finite")
@@ -207,7 +207,8 @@ class Saver:
         """Save the live tensors; return in words what was saved."""
         facts = self.state.facts()
         step = facts["step"]
-        if not step or self.writer.holds(facts):  # without a step this is no run yet: its options may change
+        # without a step this is no run yet: its options may change
+        if self.state.opts.eval_only or not step or self.writer.holds(facts):
             return ""
         tensors = {}
         for kind, own in self.writer.layout.checked(self.state.tensors()).items():

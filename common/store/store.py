@@ -105,7 +105,8 @@ class CheckpointStore:
             )
             if not self.fence.lock:
                 self.fence.claim()
-            put_sealed(run_dir / "options.json", marked(self.identity))
+            if not (self.opts.eval_only and self.opts.is_bound):
+                put_sealed(run_dir / "options.json", marked(self.identity))
         except (OSError, Damaged, UserError) as error:
             self.fence.release()
             if isinstance(error, UserError):

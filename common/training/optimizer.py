@@ -76,6 +76,8 @@ def named_state(optimizer, names):
     for i, part in enumerate(parts_of(optimizer)):
         for p, values in part.state.items():
             for key, value in values.items() if p in names else ():
+                if not (isinstance(key, str) and key.isidentifier()):
+                    raise UserError(f"the optimizer's state has a key {key!r}\nname it as a variable")
                 if torch.is_tensor(value):
                     part_of = f"{i}." if i or key == "ema" else ""
                     named[f"{names[p]}/{part_of}{key}"] = value
@@ -100,4 +102,7 @@ def take_state(optimizer, names, tensors):
             )
         group = groups[id(p)]
         on_device = tensor.dim() or group.get("fused") or group.get("capturable")
-        part.state[p][rest or key] = tensor.to(p.device if on_device else "cpu")
+        value = tensor.to(p.device if on_device else "cpu")
+        if tensor.dim() and tensor.shape == p.shape:  # fused optimizers pair bytes as they lie in memory
+            value = torch.empty_like(p, dtype=tensor.dtype).copy_(tensor)
+        part.state[p][rest or key] = value

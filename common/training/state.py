@@ -77,6 +77,7 @@ class TrainState:
         self.invalid: UserError | None = None  # why this state may neither be saved nor updated
         self.heartbeat = 0  # moves with work of any kind: if that of no rank does, the run hangs
         self.ends_epoch = False  # from the last step of an epoch on
+        self.is_open = False  # the last step: the loop may change after it what belongs to it
         self.schedule = schedule
         self.scheduled = bool(schedule or opts.lr_schedule != "constant" or opts.warmup_epochs)
         check_groups(optimizer, net)
@@ -183,6 +184,7 @@ class TrainState:
         if self.memory:
             self.memory.commit("settings")  # of the optimizer: the loop has not come back
         self.progress.count(size)
+        self.is_open = True
         self.note_versions()
         self.heartbeat += 1
 
@@ -287,6 +289,8 @@ class TrainState:
         optimizer = self.averages.named() if self.averages else {}
         optimizer |= named_state(self.optimizer, self.names)
         if self.memory:
+            if self.is_open:  # a rescue, before the loop has come back
+                self.memory.commit()
             optimizer |= self.memory.tensors()
         return {"model": model, "optimizer": optimizer}
 

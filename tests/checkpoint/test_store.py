@@ -210,6 +210,8 @@ def test_a_checkpoint_of_another_run_can_be_the_start_of_a_new_one(tmp_path):
             assert is_at(life.state, step) and life.source == str(path) and steps_of(opts) == []
             save(life, 6)
         assert resumes_at(opts, 6)  # the same command goes on with its own
+    with a_life(options(tmp_path / "sgd", resume=str(old.run_dir), optimizer="sgd", ema_decay=0.9)) as life:
+        assert not any("exp_avg" in kept for kept in life.state.optimizer.state.values())
     os.truncate(path / "model.safetensors", 9)
     refused(replace(opts, run_dir=tmp_path / "new"), "no whole checkpoint", code=3)
 

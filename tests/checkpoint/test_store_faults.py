@@ -29,6 +29,7 @@ from stores import (
 
 from common.checkpoint import disk, tensors, writer
 from common.checkpoint.disk import Damaged
+from common.checkpoint.fence import make_anew
 from common.checkpoint.folder import checkpoints
 from common.errors import UserError
 from common.extras.chosen import describe
@@ -173,6 +174,9 @@ def test_what_no_start_would_read_is_a_failed_save_or_refused_at_the_start(tmp_p
     opts = options(tmp_path / "new")
     refused(opts, r"[0-9,]+ bytes, more than 1,024\nchoose a folder")
     assert not (opts.run_dir / "options.json").exists()
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(bytes(2000))
+    make_anew(log, may_log=True)  # of millions of steps: it is copied, whatever its length
 
 
 def test_a_name_that_readers_of_the_format_do_not_take_is_refused_at_the_start(opts):

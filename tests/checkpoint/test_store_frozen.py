@@ -37,6 +37,21 @@ def inodes(opts):
     return {int(path.parent.name[5:]): path.stat().st_ino for path in files}
 
 
+class Head(Adapted):
+    """Its state_dict leaves a frozen weight out; another one is a mask."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: t for name, t in super().state_dict(*args, **kwargs).items() if name != "still.bias"}
+
+
+def test_what_is_frozen_may_be_infinite_and_be_left_out_of_a_nets_state(opts):
+    net = Head()
+    net.still.weight.data[0, 0] = -torch.inf
+    with a_life(opts, net) as life:
+        save(life, 1)
+    assert resumes_at(opts, 1, net)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_only_a_run_with_weights_that_stand_still_has_another_file_and_another_format(tmp_path, frozen):
     """Code that does not know the file refuses that format, and calls nothing damaged."""

@@ -59,7 +59,7 @@ def both(text):
 )
 def test_a_users_function_may_return_what_is_at_hand(tmp_path, text, shape, classes, vocab):
     data = load(mine(tmp_path, text))
-    assert (data.sample_shape, data.known_classes, data.vocab) == (shape, classes, vocab)
+    assert repr((data.sample_shape, data.known_classes, data.vocab)) == repr((shape, classes, vocab))
     if classes is None:
         with refusal("attribute `classes`"):
             build_model(Options(model="mlp"), data)
@@ -100,14 +100,16 @@ def test_the_fingerprint_of_a_users_dataset_sees_other_labels_and_contents_but_n
     """Samples that are others each time they are read are no other data; the rehearsal names them."""
     samples = "float(i)), i % 3", "i * (1 + 1e-6)), i % 3", "i + 1.0), i % 3", "float(i)), (i + 1) % 3"
     fresh = f"{TAKE} np.random.default_rng().random(6), 1"
-    plain, near, *others, drawn, again, own = marks_of(
+    part = "def make(): return Subset(Rows(9, fingerprint='{}'), range(9)), Rows(3)"
+    plain, near, *others, drawn, again, one, two, own = marks_of(
         tmp_path,
         *(both(f"{TAKE} torch.full((2,), {sample}") for sample in samples),
         both(fresh),
         both(fresh),
+        *map(part.format, "ab"),
         "def make(): return Rows(9, fingerprint='a'), Rows(3)",
     )
-    assert plain == near and len({plain, *others}) == 3 and drawn == again and own == "a"
+    assert plain == near and len({plain, *others}) == 3 and drawn == again and one != two and own == "a"
 
 
 ITERABLE = "class It(IterableDataset):\n def __init__(s, n): pass\n def __iter__(s): return iter([(s, 0)])"

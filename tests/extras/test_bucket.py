@@ -228,6 +228,18 @@ def test_what_the_disk_keeps_the_bucket_keeps_over_all_machines(tmp_path, at_wil
     assert steps_in(tmp_path / "second/run") == [2, 8, 9], "the best one comes along"
 
 
+def test_a_start_has_the_newest_checkpoint_once_it_has_the_best_one_too(tmp_path, at_will, monkeypatch):
+    with a_life(machine(tmp_path, "first")) as life:
+        for step in (1, 2):
+            life.state.progress.best = {"step": 1, "val_acc": 1.0, "loss": 0.0}
+            save(life, step)
+            copy(life)
+    real = Bucket._fetch
+    monkeypatch.setattr(Bucket, "_fetch", lambda self, name: real(self, name) if name[-1] == "2" else 1 / 0)
+    refused(machine(tmp_path, "second"), "cannot be read", code=1)
+    assert steps_in(tmp_path / "second/run") == []
+
+
 def steps_in(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("checkpoints/step-*"))
 

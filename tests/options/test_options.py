@@ -76,6 +76,7 @@ def refused(capsys, *argv, **how):
         ),
         ("--lr 0", "--lr 0.0 is not above --min-lr 0.0\n       raise --lr\n"),
         ("--init-skip fc.", "nothing is taken over"),
+        ("--freeze fc.,", "is empty"),
         ("--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
         ("--resume nowhere", "'nowhere' is not there"),
         ("--init-from nowhere.pt", "'nowhere.pt' is not there"),
@@ -122,7 +123,13 @@ def test_values_left_open_follow_from_the_others():
     sgd = parse("--optimizer", "SGD")
     assert (sgd.optimizer, sgd.lr, sgd.momentum) == ("sgd", 0.05, 0.9)
     assert parse("--optimizer", "sgd", "--momentum", "0").momentum == 0
-    assert parse().workers == 0 < Options(dataset="imagefolder").workers <= 4
+    assert (
+        parse().workers
+        == Options(dataset="my.py:f").workers
+        == 0
+        < Options(dataset="imagefolder").workers
+        <= 4
+    )
     assert Options(model="my/nets.py:tiny").run_dir == Path("runs/nets.py-tiny-digits")
     assert Options(model="gpt:tiny").task == Options(dataset="tokens:64").task == "tokens"
     assert Options(model="gpt", task="classify").task == "classify"

@@ -174,7 +174,7 @@ def test_what_cannot_be_verified_is_said_in_words(tmp_path, verify):
 
 # ---- --fork: a run that leaves another one at a step ----------------------------------------------------
 def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(jobs, tmp_path, own, verify):
-    run = train(jobs, tmp_path / "run", "--keep-every=4", *own)
+    run = train(jobs, tmp_path / "run", "--keep-every=4", f"--copy-to=file://{tmp_path}/copy", *own)
     again = train(jobs, tmp_path / "again", f"--fork={run}", "--at=4", processes=2)
     assert end_of(run, 10) == end_of(again, 10)
     other = tmp_path / "other"

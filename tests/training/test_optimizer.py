@@ -145,6 +145,10 @@ def faster(net, opts):
     groups = [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}]
     return torch.optim.SGD(groups, lr=opts.lr)
 
+def slower(net, opts):
+    groups = [{"params": net[0].parameters(), "lr": 1e-3}, {"params": net[2].parameters()}]
+    return torch.optim.SGD(groups, lr=opts.lr)
+
 def nothing(net, opts):
     return 3
 
@@ -185,6 +189,7 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
     [
         ("--optimizer=own.py:half", "2.weight trains, but is in no group"),
         ("--optimizer=own.py:faster", "its lr=0.5 cannot take effect, --lr is 0.001"),
+        ("--lr=0.5 --optimizer=own.py:slower", "its lr=0.001 cannot take effect, --lr is 0.5"),
         ("--optimizer=own.py:nothing", "return a torch.optim.Optimizer"),
         ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),
         ("--optimizer-args=lr=1", "lr is a flag, too"),
@@ -197,7 +202,7 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
 )
 def test_an_optimizer_or_a_schedule_that_cannot_be_right_is_refused(own, flag, words):
     with refusal(words):
-        state = own(flag)
+        state = own(*flag.split())
         train(0, state.net)
         state.update(8)
 
@@ -215,6 +220,9 @@ def test_moments_of_a_weight_stay_if_it_is_frozen_and_are_not_dropped_if_its_gro
     assert torch.equal(again.state[net.bias]["exp_avg"], before.state[net.bias]["exp_avg"])
     with refusal("bias/.*is in the checkpoint, but bias is in no group.*\n.*frozen may stay there"):
         take_state(torch.optim.Adam([net.weight]), names, saved)
+    before.state[net.weight][0] = torch.ones(1)
+    with refusal("has a key 0"):
+        named_state(before, names)
 
 
 def test_flags_of_the_update_rule_reach_it(own):

@@ -80,7 +80,7 @@ def test_whatever_save_every_is_the_end_of_an_epoch_is_saved_if_it_is_the_best_o
 
 def test_eval_only_evaluates_an_unfinished_run_and_moves_no_weight_and_no_metric(jobs, run):
     plain(jobs, "ddp", run, "--max-steps=15", PACE="0").ends_with(0)
-    kept = [*run.rglob("*.safetensors"), run / "metrics.jsonl"]
+    kept = [*run.rglob("*.safetensors"), run / "metrics.jsonl", run / "options.json"]
     before = [path.read_bytes() for path in kept]
     said = plain(jobs, "mp", run, "--eval-only").ends_with(0)
     assert "\nevaluating at step 15" in said and "\nstep 15  val_loss" in said

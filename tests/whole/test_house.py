@@ -32,13 +32,13 @@ MOST_NAMES = 20  # that one door hands out
 COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits", "extras/gpus"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed", "extras/gpus"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
-    "training": 7680,
+    "training": 7760,
     "checkpoint": 6490,
-    "options": 4370,
-    "store": 3670,
+    "options": 4390,
+    "store": 3690,
     "rescue": 3350,
+    "elastic": 3000,
     "ledger": 2980,
-    "elastic": 2950,
     "world": 2770,
     "data": 2330,
     "errors": 1270,

@@ -7,9 +7,10 @@ import collections
 import math
 import signal
 
+import numpy
 import pytest
 import torch
-from jobs import CLEAN, audit, digest
+from jobs import CLEAN, audit, digest, steps_on_disk
 from ranks import at_home, fork_ranks
 from refusals import refusal
 from silent import LowRank
@@ -32,7 +33,9 @@ def live(world, job, folder, at=None):
     at_home(world)
 
     def place(run, name):
-        if at and (world.rank, run.progress.step, name) == tuple(at):
+        if at and (world.rank, run.progress.step, name) == at[:3]:
+            for error in at[3:]:
+                raise error
             signal.raise_signal(signal.SIGKILL)
 
     torch.manual_seed(0)
@@ -121,9 +124,10 @@ def everything(place, own):
     kept = {"plateau": plateau, "stopper": stopper}
     with Elastic(net=net, optimizer=optimizer, memory=kept, **own) as run:
         for epoch in run.epochs():
+            scale = torch.rand(())
             for batch in epoch:
                 place(run, "before")
-                loss = F.cross_entropy(run.model(batch.x), batch.y)
+                loss = F.cross_entropy(run.model(scale * batch.x), batch.y)
                 place(run, "forward")
                 run.step(loss)
                 if run.stepped:
@@ -172,11 +176,11 @@ def lora(place, own, layer=LowRank):
 
 
 def prunes(place, own):
-    """Halves weights at each epoch's end: twice would show."""
+    """Makes weights less at each epoch's end: twice, or by another draw, would show."""
 
     def halve(run):
         with torch.no_grad():
-            run.net.weight.mul_(0.5)
+            run.net.weight.mul_(torch.rand(()))
         place(run, "end")
 
     return train(own, nn.Linear(6, 2), end=halve)
@@ -185,6 +189,7 @@ def prunes(place, own):
 LOOPS = {  # name: (loop, kills, steps lost)
     "memory, killed in a step": (everything, [(1, 3, "before"), (0, 6, "forward")], 0),
     "memory, killed after a step": (everything, [(1, 2, "between"), (1, 7, "after")], 0),
+    "memory, an error after a step": (everything, [(1, 7, "after", ValueError("no server"))], 0),
     "memory, killed at an epoch's end": (everything, [(0, 5, "ended"), (1, 10, "end")], 0),
     "turns, killed between two": (gan, [(1, 17, "before"), (0, 30, "before")], 0),
     "the order as given": (in_order, [(1, 7, "before")], 0),
@@ -208,12 +213,32 @@ def test_kills_and_other_worlds_leave_no_trace_in_what_a_loop_does(tmp_path, cas
     assert audit(tmp_path / "run") == CLEAN | {"lost": lost, "redone": lost}
 
 
+def looks_first(place, own):
+    """Evaluates before a step, as nanoGPT does, and then begins its loop over batches once more."""
+    with Elastic(
+        net=(net := nn.Linear(6, 2)), optimizer=torch.optim.SGD(net.parameters(), 0.1), **own
+    ) as run:
+        for batch in run:
+            if run.progress.step == 8:
+                run.report(acc=1.0)
+                break
+            run.step(F.cross_entropy(run.model(batch.x), batch.y))
+        for batch in run:
+            run.step(F.cross_entropy(run.model(batch.x), batch.y))
+
+
+def test_the_best_evaluation_has_its_checkpoint_also_if_it_comes_before_a_step(tmp_path):
+    run(looks_first, tmp_path / "run", 2)
+    assert 8 in steps_on_disk(tmp_path / "run") and audit(tmp_path / "run") == CLEAN
+
+
 def test_what_is_remembered_comes_back_as_it_was_whatever_its_dicts_and_keys_are():
     one, two, nan = torch.tensor([1.0, 2.0, math.nan]).unbind()
     held = {
         "default": collections.defaultdict(int, a=1),
         "counts": {(0, 1): 3, 1: one, "1": two},
         "block": {"bn.mean": one},
+        "numpy": numpy.float32(0.5),
         "block.bn": {"mean": collections.OrderedDict(z=[1, (2, None)], a=nan)},
     }
     found = unflat(flat(held, "held"), held)
