@@ -477,7 +477,8 @@ def serve_config(config, command, words):
         except processes_api.SignalException:
             return code_of_a_stop()
         except ChildFailedError:
-            return min(Agent.newest.codes & FINAL, default=1)
+            codes = Agent.newest.codes
+            return min(codes & FINAL, default=STOPPED if codes == {STOPPED} else 1)
         except (RendezvousError, DistNetworkError) as error:
             agent = Agent.newest
             had_met = agent and (agent.meets_others or agent._pcontext)
@@ -491,7 +492,7 @@ def not_met(error, config):
     """Say in three lines why the machines did not find each other."""
     job = f"job {config.run_id} at {config.rdzv_endpoint}"
     if isinstance(error, RendezvousClosedError):
-        return f"{job} is over: it is complete\nto train on, start all machines again with a new --rdzv_id"
+        return f"{job} is over: complete, or ended\nto go on, start all machines again with a new --rdzv_id"
     if isinstance(error, RendezvousTimeoutError):
         return (
             f"{job}: too few machines came\n"

@@ -41,9 +41,9 @@ exec 6< "$folder/store" 7< "$folder/agents"           # opened here: later, nobo
 trap 'exec 9>&-' INT TERM HUP USR1
 serve() {  # one that dies is started again; one that is asked to leave ends with 0
     until (on "${hosts[0]}" launch/store.py "$meeting" <&6 > "$folder/said"); do
-        kill -0 $$ && grep -q "store on" "$folder/said" || exit 2
+        { kill -0 $$ && grep -q "store on" "$folder/said"; } 2> /dev/null || exit 2
         sleep 1
-    done 2> /dev/null
+    done
 }
 serve 8>&- 9>&- & store=$!
 until grep -q "store on" "$folder/said"; do kill -0 "$store" || exit 2; sleep 0.1; done 2> /dev/null

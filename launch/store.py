@@ -41,7 +41,8 @@ def main(arguments):
         )
         return 2
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see SETTINGS of launch/torchrun.py
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    signals = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup does
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before torch starts threads: they inherit it
     from torch.distributed import TCPStore
 

@@ -136,7 +136,7 @@ def check_options(script, processes):
     """Refuse a wrong flag of the training; None for a script that has flags of its own, or none."""
     sys.argv = script
     text = Path(script[0]).read_bytes()
-    if b"parse_options" not in text:
+    if b"common.options" not in text:
         return None
     return parse_options(ast.get_docstring(ast.parse(text)) or "", processes=processes)
 
@@ -159,11 +159,10 @@ def start_importing(script, options, folder):
     vars(sys.modules["__main__"]).update(__file__=None, __spec__=None)
     places = f"{script.resolve().parent}:{ROOT}"
     inherited = os.environ.get("PYTHONPATH")
-    training = [script.stem, options.to_json()] if options else ["common.elastic", {}]
     os.environ |= {
         "PYTHONPATH": f"{places}:{inherited}" if inherited else places,
         "LAUNCHER_PID": str(os.getpid()),
-        "LAUNCH_PRELOAD": json.dumps([str(script), *training]),
+        "LAUNCH_PRELOAD": json.dumps([str(script), "common.elastic", options.to_json() if options else {}]),
     }
     multiprocessing.set_forkserver_preload(["launch.worker"])
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which tells the others

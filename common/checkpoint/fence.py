@@ -220,6 +220,9 @@ class Fence:
                     wait_for(node, NODE_STILL_SECONDS, deadline)
                 for lock in (self.root / name).glob(f"*{RESCUE}"):
                     wait_for(lock)
+                    if any(lock.parent.glob(f"{WAITING}*")) and "left" not in (read_record(lock) or {}):
+                        time.sleep(LOOK_SECONDS)  # one that has waited saves in its place
+                        wait_for(lock)
             move_away(self.root / name)
 
 

@@ -9,7 +9,7 @@ from common.sampler import ElasticSampler
 FAILED_LIVES = 3  # in a row: they began on one step and ended with an error
 KILLED_LIVES = 10  # in a row on one step: all made steps, and were killed before they saved
 SAMPLES_NAMED = 512  # in an error
-ENDS_A_ROW = {"stop", "refused", "done"}  # events: a life that has one ends the row
+ENDS_A_ROW = {"refused", "done"}  # events: a life that has one ends the row
 FAILURES = {"error", "hang"}  # events
 
 
@@ -24,7 +24,8 @@ def refuse_without_progress(lives, state):
     row = []
     for life in lives:
         names = {event["event"] for event in life}
-        ended = names & ENDS_A_ROW and not names & FAILURES  # the error of one rank stops the others
+        # the error of one rank stops the others
+        ended = names & ENDS_A_ROW or "stop" in names and not names & FAILURES
         if ended or life[0]["step"] != progress.step:
             break
         row.append(life)

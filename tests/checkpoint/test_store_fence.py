@@ -35,6 +35,7 @@ from common.checkpoint.fence import Fenced
 from common.extras import owner
 from common.extras.differ import roll_back
 from common.ledger.log import Metrics
+from common.place import this_process
 from common.store import saver
 
 
@@ -277,6 +278,28 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path, opt
     with lives(opts, rescue_slowly):
         until(here.exists, "the rescue is on its way")
         assert resumes_at(opts, 5)
+
+
+def test_a_survivor_that_has_waited_for_one_that_was_killed_is_waited_for(opts):
+    staging = opts.run_dir / "checkpoints/.life-one"
+    staging.mkdir(parents=True)
+    lock = staging / fence.RESCUE
+    lock.write_text(json.dumps(this_process() | {"process": [2**22 + 1, 0]}))
+    fence.may_wait(lock, "7")
+    found = []
+
+    def save():
+        with fence.rescuing(lock, time.monotonic, lambda: False, lambda: "7"):
+            time.sleep(0.2)
+            found.append(staging.exists())
+
+    later = threading.Timer(0.3, save)  # it looks twice a second
+    later.start()
+    new = fence.Fence(opts.run_dir, "two")
+    new.claim()
+    later.join()
+    new.release()
+    assert found == [True] and not staging.exists()
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -11,9 +11,10 @@ from jobs import PACED, ROOT, events, reached, steps_on_disk, until, wait_for
     [
         (("train_mp.py", "--micro-batch-size=8"), 1),  # torchrun turns every code into 1
         (("launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py"), 143),
+        (("launch/torchrun.py", "--nproc_per_node=2", "--max_restarts=0", ROOT / "train_ddp.py"), 143),
         (("train_dp.py", "--devices=cpu,cpu"), 143),
     ],
-    ids=["torchrun", "launcher", "alone"],
+    ids=["torchrun", "launcher", "no restart", "alone"],
 )
 def test_a_run_saves_when_asked_trains_on_and_stops_when_asked_with_143_and_no_new_life(
     jobs, run, words, code

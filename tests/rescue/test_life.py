@@ -51,6 +51,7 @@ KILLED = (7, "first_step")
         ([KILLED] * (KILLED_LIVES - 1), False),
         ([KILLED] * KILLED_LIVES, True),
         ([(7,), (7,), (7,), (7, "refused")], False),
+        ([(7,), (7,), (7,), (7, "error", "refused")], False),
     ],
 )
 def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(lives, ends):

@@ -33,7 +33,7 @@ COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bi
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed", "extras/gpus"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
     "training": 7760,
-    "checkpoint": 6490,
+    "checkpoint": 6520,
     "options": 4390,
     "store": 3690,
     "rescue": 3350,

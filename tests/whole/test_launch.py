@@ -30,6 +30,7 @@ from jobs import (
 )
 
 from launch import agent
+from launch.torchrun import check_options
 
 LOCAL, TORCHRUN = ROOT / "launch" / "local.sh", ROOT / "launch" / "torchrun.py"
 HOME = Path(sys.prefix)
@@ -155,6 +156,11 @@ def test_a_wrong_flag_is_refused_once_in_three_lines_with_exit_code_2(launcher, 
     done = ran(*program, launcher, *words.split(), VIRTUAL_ENV=str(HOME), RANK="of an outer job")
     assert done.returncode == 2 and done.stderr.count(told) == 1, done
     assert len(done.stderr.splitlines()) <= 3
+
+
+def test_a_script_that_parses_options_of_its_own_is_no_script_of_ours(tmp_path):
+    (tmp_path / "own.py").write_text("def parse_options(): ...")
+    assert check_options([tmp_path / "own.py"], processes=1) is None
 
 
 @pytest.mark.parametrize("machines", [2, 128, 129, 512, 1024, 2048])

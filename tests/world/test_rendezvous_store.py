@@ -2,9 +2,10 @@
 
 import signal
 import socket
+import sys
 
 import pytest
-from jobs import ROOT, listening
+from jobs import ROOT, listening, until
 
 from launch import store as launcher
 
@@ -16,6 +17,16 @@ def test_it_listens_on_the_address_it_was_given_and_on_no_other_until_a_signal_e
     store, _ = jobs.store()
     assert listening(store.pid) == {"0100007F"}
     store.kill(number)
+    store.ends_with(0)
+
+
+def test_nohup_protects_it(jobs):
+    store = jobs.start(sys.executable, STORE, "127.0.0.1:0", cold=True, program="nohup")
+    until(lambda: "store on" in store.output, "the store")
+    store.kill(signal.SIGHUP)
+    with pytest.raises(AssertionError):
+        until(lambda: store.poll() == 0, "its end", deadline=2)
+    store.kill(signal.SIGTERM)
     store.ends_with(0)
 
 
