@@ -1,14 +1,13 @@
 """What launch/drill.py and launch/rehearse.py share: a command as one types it, behind their own options."""
 
 import argparse
-from collections.abc import Callable
 
 from common.extras.command import run_command
 
 NPROC = "(--nproc(?:[-_]per[-_]node)?[=\0])[0-9]+"  # in a command whose words are joined by \0
 
 
-def run_tool(tool: Callable, doc: str, arguments: list[str], **options: tuple) -> int:
+def run_tool(tool, doc, arguments, **options):
     """Return the exit code of tool(args): `args.command`, and `options`, {name: (default, help)}."""
     return run_command(lambda: tool(read_command(doc, arguments, **options)))
 

@@ -153,16 +153,18 @@ def line_if_complete(options):
 
 
 def start_importing(script, options, folder):
-    """Start the fork server, which imports beside us; a script of one's own may lack the guard of `main`."""
+    """Start the fork server, which imports beside us."""
     tempfile.tempdir = folder  # of multiprocessing, which would leave its own behind
     # else each process would run this file again, as it is by then
     vars(sys.modules["__main__"]).update(__file__=None, __spec__=None)
     places = f"{script.resolve().parent}:{ROOT}"
     inherited = os.environ.get("PYTHONPATH")
+    # without a guard of `main` an import would train
+    module = script.stem if options and b"__main__" in script.read_bytes() else "common.elastic"
     os.environ |= {
         "PYTHONPATH": f"{places}:{inherited}" if inherited else places,
         "LAUNCHER_PID": str(os.getpid()),
-        "LAUNCH_PRELOAD": json.dumps([str(script), "common.elastic", options.to_json() if options else {}]),
+        "LAUNCH_PRELOAD": json.dumps([str(script), module, options.to_json() if options else {}]),
     }
     multiprocessing.set_forkserver_preload(["launch.worker"])
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which tells the others

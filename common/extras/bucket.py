@@ -151,7 +151,7 @@ class Bucket:
             for name in reversed(whole):  # the newest one's stays
                 os.rename(self.writer.staging / name / OPTIONS, self.disk / OPTIONS)
             os.sync()
-            for name in reversed(whole):  # the newest one is the last: a start fetches all or nothing
+            for name in whole:
                 os.rename(self.writer.staging / name, self.writer.root / name)
         except UserError:
             raise

@@ -8,6 +8,7 @@ comes at any time: `commit` copies what a checkpoint shall hold. The text is mad
 import copy
 import json
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -159,7 +160,8 @@ def flat(value, name):
         if isinstance(value, (list, tuple)):
             kind = "tuple" if isinstance(value, tuple) else "list"
             return {kind: [plain(v, f"{path}.{i}") for i, v in enumerate(value)]}
-        value = getattr(value, "item", lambda: value)()  # of numpy
+        if isinstance(value, numpy.generic):
+            value = value.item()
         if isinstance(value, WORDS):
             return value
         raise UserError(
