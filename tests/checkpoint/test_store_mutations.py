@@ -105,7 +105,12 @@ MUTANTS = {
         "return",
         MOVED,
     ),
-    "a rescue under way is swept": ("checkpoint.fence:Fence._sweep", "wait_for(lock)", "None", SWEPT),
+    "a rescue under way is swept": (
+        "checkpoint.fence:Fence._sweep",
+        '(self.root / name).glob(f"*{RESCUE}")',
+        "()",
+        SWEPT,
+    ),
     # what is saved
     "a failed save counts as saved": (
         "store.saver:Saver._note_failure",
