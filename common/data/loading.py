@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     """A rank's share of one global batch, cut into its forwards."""
 
     parts: list[tuple]  # (ids of the samples, what collate made of them) for each forward
-    size: int  # samples of the global batch, over all ranks; in an evaluation of a block
+    size: int  # samples of the global batch, over all ranks; in an evaluation, of the block
 
     @property
     def ids(self) -> list[int]:

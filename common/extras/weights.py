@@ -149,7 +149,7 @@ def load_another_run(state, world, layout, owns):
 
 def optimizer_of_run(choices):
     """Return the optimizer with which these checkpoints were made; None if nobody knows here."""
-    with suppress(UserError, IndexError):  # a checkpoint without its run, or none
+    with suppress(UserError, OSError, IndexError):  # a checkpoint without its run, or none
         return optimizer_of(read_options(choices[0][1].parents[1]))
 
 

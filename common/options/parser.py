@@ -98,7 +98,7 @@ def read_value(field, text):
             f"{text!r} is not {NUMBERS[field.type]} from {low} and below {below:g}"
         )
     if "" in (text.split(",") if field.type is tuple else [text]):
-        raise argparse.ArgumentTypeError("is empty")
+        raise argparse.ArgumentTypeError(f"{text!r} is empty, or a part of it")
     if field.name == "optimizer" and ".py" not in text:
         return text.lower()
     return tuple(text.split(",")) if field.type is tuple else field.type(text)

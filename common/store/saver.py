@@ -8,7 +8,7 @@ In a rescue: from the live tensors, which are held still, to the disk, in the th
 import threading
 import time
 from concurrent import futures
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
@@ -210,6 +210,9 @@ class Saver:
         # without a step this is no run yet: its options may change
         if self.state.opts.eval_only or not step or self.writer.holds(facts):
             return ""
+        with suppress(Exception):  # the loop has not come back: it may be in the midst of a change
+            if self.state.is_open and self.state.memory:
+                self.state.memory.commit()
         tensors = {}
         for kind, own in self.writer.layout.checked(self.state.tensors()).items():
             # with their strides: for other ones the GPU would have to load a kernel

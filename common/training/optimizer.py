@@ -102,7 +102,8 @@ def take_state(optimizer, names, tensors):
             )
         group = groups[id(p)]
         on_device = tensor.dim() or group.get("fused") or group.get("capturable")
-        value = tensor.to(p.device if on_device else "cpu")
         if tensor.dim() and tensor.shape == p.shape:  # fused optimizers pair bytes as they lie in memory
             value = torch.empty_like(p, dtype=tensor.dtype).copy_(tensor)
+        else:
+            value = tensor.to(p.device if on_device else "cpu")
         part.state[p][rest or key] = value

@@ -289,8 +289,6 @@ class TrainState:
         optimizer = self.averages.named() if self.averages else {}
         optimizer |= named_state(self.optimizer, self.names)
         if self.memory:
-            if self.is_open:  # a rescue, before the loop has come back
-                self.memory.commit()
             optimizer |= self.memory.tensors()
         return {"model": model, "optimizer": optimizer}
 

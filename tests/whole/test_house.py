@@ -32,10 +32,10 @@ MOST_NAMES = 20  # that one door hands out
 COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "extras/bits", "extras/gpus"}
 ENVIRON = {"place", "errors", "world/world", "sealed", "extras/rehearsed", "extras/gpus"}
 PRICES = {  # of what a plain training imports, by room, in code tokens
-    "training": 7760,
+    "training": 7750,
     "checkpoint": 6520,
     "options": 4390,
-    "store": 3690,
+    "store": 3720,
     "rescue": 3350,
     "elastic": 3010,
     "ledger": 2980,
